@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 EXPECTED = [
     "setup.py",
     "csrc/pep517/backend.py",
-    "csrc/bindings/schemas.cpp",
+    "csrc/call/schemas.h",
     "csrc/bindings/cuda/forward.cpp",
     "csrc/bindings/exports.map",
     "csrc/layernorm_kernel.cu",

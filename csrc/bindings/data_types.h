@@ -5,27 +5,27 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include "base/types.h"
+#include "call/description.h"
 
 namespace fused_layernorm {
 
-// Throws for a type that no kernel computes with.
-inline DataType data_type(torch::headeronly::ScalarType type) {
+// kNoDataType for a type that no kernel computes with.
+constexpr DataType data_type_or_none(torch::headeronly::ScalarType type) {
   using torch::headeronly::ScalarType;
-  switch (type) {
-    case ScalarType::Float:
-      return DataType::kFloat32;
-    case ScalarType::Half:
-      return DataType::kFloat16;
-    case ScalarType::BFloat16:
-      return DataType::kBFloat16;
-    case ScalarType::Double:
-      return DataType::kFloat64;
-    default:
-      STD_TORCH_CHECK(false,
-                      "fused_layernorm: expected float32, float16, bfloat16 or float64, got ",
-                      torch::headeronly::toString(type));
-  }
+  return type == ScalarType::Float      ? DataType::kFloat32
+         : type == ScalarType::Half     ? DataType::kFloat16
+         : type == ScalarType::BFloat16 ? DataType::kBFloat16
+         : type == ScalarType::Double   ? DataType::kFloat64
+                                        : kNoDataType;
+}
+
+// Throws for such a type.
+inline DataType data_type(torch::headeronly::ScalarType type) {
+  const DataType found = data_type_or_none(type);
+  STD_TORCH_CHECK(found != kNoDataType,
+                  "fused_layernorm: expected float32, float16, bfloat16 or float64, got ",
+                  torch::headeronly::toString(type));
+  return found;
 }
 
 inline torch::headeronly::ScalarType scalar_type(DataType type) {

@@ -20,8 +20,6 @@ std::string driver_problem();
 // Registers the operators' CUDA kernels (bindings/cuda/registration.cpp).
 void register_cuda_kernels(torch::stable::detail::StableLibrary& library);
 void register_head_kernels(torch::stable::detail::StableLibrary& library);  // a part of them
-void register_group_kernels(torch::stable::detail::StableLibrary& library);
-void register_gated_kernels(torch::stable::detail::StableLibrary& library);
 
 // Whether the driver does not run the kernels, which are then not registered.
 bool driver_is_too_old();

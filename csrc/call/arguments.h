@@ -1,220 +1,131 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators of norms as the dispatcher calls them: where each argument lies on the stack
-// (bindings/schemas.cpp has the schemas), and how the options are read from there.
-//
-// One template describes four forward operators: with a modulation (ada_layer_norm) or without,
-// with a residual (add_...) or without; another describes the three backward operators. group_norm
-// and rms_norm_gated and their backwards have a list each. An argument that an operator lacks has
-// the position of another argument, so one list of positions serves all: in forward, without a
-// residual, residual and gate have input's position; with a residual but no gate, gate has
-// residual's; without a modulation, shift and scale have those of weight and bias.
+// The operators of norms as the dispatcher calls them: where each argument lies on the stack, which
+// follows from their schemas (call/schemas.h), and how the options are read from there.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <iterator>
 #include <string>
 #include <string_view>
-#include <type_traits>
 
 #include "call/description.h"
+#include "call/schemas.h"
 #include "gated/params.h"
 #include "groups/params.h"
 
 namespace fused_layernorm {
 
-template <bool kWithModulation, bool kWithResidual>
-struct NormForward {
-  // An operator that gives the statistics, too, has a name of its own.
-  static std::string name(bool gives_statistics) {
-    return std::string(kHasResidual ? "add_" : "") + (kHasModulation ? "ada_" : "") +
-           (gives_statistics ? "layer_norm_forward" : "layer_norm");
+// The position of an argument that an operator lacks.
+constexpr size_t kAbsent = static_cast<size_t>(-1);
+
+// The position of the argument of this name, or of this type and name, in a schema.
+constexpr size_t position_of(std::string_view schema, std::string_view wanted) {
+  for (size_t position = 0; !schema.empty(); ++position) {
+    const size_t end = std::min(schema.find(", "), schema.size());
+    const std::string_view argument = schema.substr(0, std::min(schema.find('='), end));
+    if (argument == wanted || argument.substr(argument.rfind(' ') + 1) == wanted) return position;
+    schema.remove_prefix(std::min(end + 2, schema.size()));
   }
-  static constexpr bool kIsForward = true;
-  static constexpr bool kHasGroups = false;
-  static constexpr bool kHasModulation = kWithModulation;
-  static constexpr bool kMayActivate = !kHasModulation;
-  static constexpr bool kHasResidual = kWithResidual;
-  static constexpr bool kHasGate = kHasResidual && kHasModulation;
-  static constexpr bool kMayKeepOrder = !kHasModulation && !kHasResidual;
-  enum : size_t {
-    kInput,
-    kResidual = kInput + kHasResidual,
-    kGate = kResidual + kHasGate,
-    kNormalizedNdim,
-    kShift,
-    kScale,
-    kWeight = kHasModulation ? kScale + 1 : kShift,
-    kBias,
-    kEps,
-    kActivation,  // where there is no modulation
-    kOutputScale,
-    kOutDtype = kHasModulation ? kEps + 1 : kOutputScale + 1,
-    kStatistic,
-    kWeightOffset,
-    kRoundBeforeWeight,
-    kKeepsOrder,  // where there is neither a modulation nor a residual
-    kArguments = kKeepsOrder + kMayKeepOrder
-  };
-  static constexpr size_t kModulations[] = {kGate, kShift, kScale};  // where there is a modulation
-  static constexpr size_t kFirstParameter = kShift;
-  static constexpr size_t kParameters = kEps - kShift;
+  return kAbsent;
+}
 
-  // y and residual_out have gradients; the statistics that follow them have none.
-  static constexpr size_t kOutputs = 1 + kHasResidual;
-  static constexpr size_t kStatistics = 2;
+constexpr size_t argument_count(std::string_view schema) {
+  size_t count = 1;
+  for (size_t at = 0; (at = schema.find(", ", at)) != schema.npos; ++at) ++count;
+  return count;
+}
+
+// An operator: what it has, and the positions of its arguments.
+template <class Schema>
+struct Operator : Schema {
+  static constexpr std::string_view kAll = Schema::kSchema;
+  enum : size_t {
+    kArguments = argument_count(kAll),
+    // Forward.
+    kInput = position_of(kAll, "input"),
+    kResidual = position_of(kAll, "residual"),
+    kEps = position_of(kAll, "eps"),
+    kOutDtype = position_of(kAll, "out_dtype"),
+    kRoundBeforeWeight = position_of(kAll, "round_before_weight"),
+    // Backward.
+    kDy = position_of(kAll, "dy"),
+    kX = position_of(kAll, "x"),
+    kMean = position_of(kAll, "mean"),
+    kRstd = position_of(kAll, "rstd"),
+    kDresidual = position_of(kAll, "dresidual"),
+    kNeedsDx = position_of(kAll, "needs_dx"),
+    kNeedsDinput = position_of(kAll, "needs_dinput"),
+    kNeedsDgate = position_of(kAll, "needs_dgate"),
+    kNeedsDshift = position_of(kAll, "needs_dshift"),
+    kNeedsDscale = position_of(kAll, "needs_dscale"),
+    kNeedsDweight = position_of(kAll, "needs_dweight"),
+    kNeedsDbias = position_of(kAll, "needs_dbias"),
+    // Both.
+    kNormalizedNdim = position_of(kAll, "normalized_ndim"),
+    kNumGroups = position_of(kAll, "num_groups"),
+    kGate = position_of(kAll, "gate"),
+    kShift = position_of(kAll, "shift"),
+    kScale = position_of(kAll, "Tensor? scale"),
+    kWeight = position_of(kAll, "weight"),
+    kBias = position_of(kAll, "bias"),
+    kActivation = position_of(kAll, "activation"),
+    kOutputScale = std::min(position_of(kAll, "float scale"), position_of(kAll, "output_scale")),
+    kStatistic = position_of(kAll, "statistic"),
+    kWeightOffset = position_of(kAll, "weight_offset"),
+    kKeepsOrder = position_of(kAll, "keeps_order"),
+    kGateFirst = position_of(kAll, "gate_first"),
+    kGateActivation = position_of(kAll, "gate_activation"),
+    kGroupSize = position_of(kAll, "group_size"),
+  };
+  static constexpr bool kHasResidual = kResidual != kAbsent;
+  static constexpr bool kHasModulation = kShift != kAbsent;
+  static constexpr bool kHasGroups = kNumGroups != kAbsent;
+  static constexpr bool kHasGate = kGate != kAbsent;
+  static constexpr bool kGateIsOptional = position_of(kAll, "Tensor? gate") != kAbsent;
+  // The gate is that of a sum, x = residual + gate * input.
+  static constexpr bool kGatesSum = kHasGate && kGateFirst == kAbsent;
 };
 
-template <bool kWithModulation, bool kWithGate>
-struct NormBackward {
-  static constexpr bool kIsForward = false;
-  static constexpr bool kHasGroups = false;
-  static constexpr bool kHasModulation = kWithModulation;
-  static constexpr bool kMayActivate = !kHasModulation;
-  static constexpr bool kHasGate = kWithGate;
-  static constexpr bool kMayKeepOrder = !kHasModulation;
-  static constexpr const char* kName = kHasGate         ? "add_ada_layer_norm_backward"
-                                       : kHasModulation ? "ada_layer_norm_backward"
-                                                        : "layer_norm_backward";
-  enum : size_t {
-    kDy,
-    kX,
-    kInput = kX + kHasGate,
-    kGate = kInput + kHasGate,
-    kNormalizedNdim,
-    kMean,
-    kRstd,
-    kShift = kRstd + kHasModulation,
-    kScale = kShift + kHasModulation,
-    kWeight,
-    kBias,
-    kDresidual,
-    kActivation,  // where there is no modulation
-    kOutputScale,
-    kNeedsDx = kHasModulation ? kDresidual + 1 : kOutputScale + 1,
-    kNeedsDinput = kNeedsDx + kHasGate,
-    kNeedsDgate = kNeedsDinput + kHasGate,
-    kNeedsDshift = kNeedsDgate + kHasModulation,
-    kNeedsDscale = kNeedsDshift + kHasModulation,
-    kNeedsDweight,
-    kNeedsDbias,
-    kStatistic,
-    kWeightOffset,
-    kKeepsOrder,  // where there is no modulation
-    kArguments = kKeepsOrder + kMayKeepOrder
-  };
-};
+// A forward operator's outputs that have gradients, and the statistics behind them, if it gives
+// any: under a name of its own.
+template <class Op>
+constexpr size_t kOutputs = Op::kHasResidual ? 2 : 1;
+constexpr size_t kStatistics = 2;
+template <class Op>
+std::string name_with_statistics() {
+  return std::string(Op::kName) + "_forward";
+}
 
-struct GroupForward {
-  static std::string name(bool gives_statistics) {
-    return gives_statistics ? "group_norm_forward" : "group_norm";
+// Calls a function with each of these operators.
+template <class... Schemas>
+struct Operators {
+  template <typename Function>
+  static void each(const Function& function) {
+    (function(Operator<Schemas>()), ...);
   }
-  static constexpr bool kIsForward = true;
-  static constexpr bool kHasGroups = true;
-  static constexpr bool kHasModulation = true;
-  static constexpr bool kMayActivate = true;
-  static constexpr bool kHasResidual = false;
-  static constexpr bool kHasGate = false;
-  enum : size_t {
-    kInput,
-    kResidual = kInput,
-    kGate = kInput,
-    kNumGroups,
-    kShift,
-    kScale,
-    kWeight,
-    kBias,
-    kEps,
-    kActivation,
-    kOutputScale,
-    kOutDtype,
-    kArguments
-  };
-  static constexpr size_t kModulations[] = {kShift, kScale};
-  static constexpr size_t kFirstParameter = kShift;
-  static constexpr size_t kParameters = kEps - kShift;
-  static constexpr size_t kOutputs = 1;
-  static constexpr size_t kStatistics = 2;
 };
+using ForwardOperators =
+    Operators<schemas::LayerNorm, schemas::AddLayerNorm, schemas::AdaLayerNorm,
+              schemas::AddAdaLayerNorm, schemas::GroupNorm, schemas::RmsNormGated>;
+// gate_backward is none of them: it has no norm.
+using BackwardOperators = Operators<schemas::LayerNormBackward, schemas::AdaLayerNormBackward,
+                                    schemas::AddAdaLayerNormBackward, schemas::GroupNormBackward,
+                                    schemas::RmsNormGatedBackward>;
+using LayerNorm = Operator<schemas::LayerNorm>;
+using GroupNorm = Operator<schemas::GroupNorm>;
 
-struct GroupBackward {
-  static constexpr bool kIsForward = false;
-  static constexpr bool kHasGroups = true;
-  static constexpr bool kHasModulation = true;
-  static constexpr bool kMayActivate = true;
-  static constexpr bool kHasGate = false;
-  static constexpr const char* kName = "group_norm_backward";
-  enum : size_t {
-    kDy,
-    kX,
-    kNumGroups,
-    kMean,
-    kRstd,
-    kShift,
-    kScale,
-    kWeight,
-    kBias,
-    kActivation,
-    kOutputScale,
-    kNeedsDx,
-    kNeedsDshift,
-    kNeedsDscale,
-    kNeedsDweight,
-    kNeedsDbias,
-    kArguments
-  };
+// The flags of a backward operator, which also are the order of its results.
+struct NeedsFlag {
+  size_t position;
+  bool Needs::* needed;
 };
-
-struct GatedForward {
-  static std::string name(bool gives_statistics) {
-    return gives_statistics ? "rms_norm_gated_forward" : "rms_norm_gated";
-  }
-  static constexpr bool kIsForward = true;
-  static constexpr bool kHasGroups = false;
-  static constexpr bool kHasModulation = false;
-  static constexpr bool kHasResidual = false;
-  static constexpr bool kHasGate = true;
-  enum : size_t {
-    kInput,
-    kResidual = kInput,
-    kGate,
-    kWeight,
-    kShift = kWeight,
-    kBias,
-    kScale = kBias,
-    kEps,
-    kGateFirst,
-    kGateActivation,
-    kGroupSize,
-    kOutDtype,
-    kWeightOffset,
-    kRoundBeforeWeight,
-    kArguments
-  };
-  static constexpr size_t kOutputs = 1;
-  static constexpr size_t kStatistics = 2;
-};
-
-struct GatedBackward {
-  static constexpr bool kIsForward = false;
-  static constexpr const char* kName = "rms_norm_gated_backward";
-  enum : size_t {
-    kDy,
-    kX,
-    kGate,
-    kRstd,
-    kWeight,
-    kBias,
-    kGateFirst,
-    kGateActivation,
-    kGroupSize,
-    kWeightOffset,
-    kNeedsDx,
-    kNeedsDgate,
-    kNeedsDweight,
-    kNeedsDbias,
-    kArguments
-  };
-};
+template <class Op>
+constexpr NeedsFlag kNeedsFlags[] = {
+    {Op::kNeedsDx, &Needs::dx},         {Op::kNeedsDinput, &Needs::dinput},
+    {Op::kNeedsDgate, &Needs::dgate},   {Op::kNeedsDshift, &Needs::dshift},
+    {Op::kNeedsDscale, &Needs::dscale}, {Op::kNeedsDweight, &Needs::dweight},
+    {Op::kNeedsDbias, &Needs::dbias}};
 
 // The activations as users write them, in the order of the enumeration; the last one belongs to
 // groups.
@@ -240,29 +151,29 @@ inline Activation activation_of(std::string_view name) {
   return Activation::kNone;
 }
 
-// Whether an operator is a gated norm.
-template <class Op, class = void>
-constexpr bool kIsGated = false;
-template <class Op>
-constexpr bool kIsGated<Op, std::void_t<decltype(Op::kGateActivation)>> = true;
-
 // The options of a call. `Stack` gives the argument of a position: an integer, a real number, a
 // flag, a name, or a name that may be None (an optional string or a pointer). It is told of an
 // unknown one.
 template <class Op, class Stack>
-std::enable_if_t<!kIsGated<Op>, NormOptions> read_options(Stack&& stack) {
+NormOptions read_options(Stack&& stack) {
   NormOptions options;
   const auto refuse = [&](const char* choices, const std::string& name) {
     options.has_unknown_name = true;
     stack.refuse(choices, name);
   };
-  if constexpr (Op::kHasGroups) {
-    options.num_groups = stack.integer(Op::kNumGroups);
-    options.keeps_order = true;
-  } else {
-    options.normalized_ndim = stack.integer(Op::kNormalizedNdim);
-  }
-  if constexpr (Op::kMayActivate) {
+  const auto integer = [&](size_t position, int64_t& into) {
+    if (position != kAbsent) into = stack.integer(position);
+  };
+  const auto real = [&](size_t position, double& into) {
+    if (position != kAbsent) into = stack.real(position);
+  };
+  const auto flag = [&](size_t position, bool& into) {
+    if (position != kAbsent) into = stack.flag(position);
+  };
+  integer(Op::kNormalizedNdim, options.normalized_ndim);
+  integer(Op::kNumGroups, options.num_groups);
+  integer(Op::kGroupSize, options.group_size);
+  if constexpr (Op::kActivation != kAbsent) {
     if (const auto name = stack.name_if_any(Op::kActivation)) {
       options.activation = activation_of(*name);
       if (options.activation == Activation::kNone ||
@@ -270,37 +181,25 @@ std::enable_if_t<!kIsGated<Op>, NormOptions> read_options(Stack&& stack) {
         refuse(Op::kHasGroups ? kGroupActivationChoices : kActivationChoices, *name);
       }
     }
-    options.output_scale = stack.real(Op::kOutputScale);
   }
-  if constexpr (Op::kIsForward) options.eps = stack.real(Op::kEps);
-  if constexpr (!Op::kHasGroups) {
+  real(Op::kOutputScale, options.output_scale);
+  real(Op::kEps, options.eps);
+  if constexpr (Op::kStatistic != kAbsent) {
     const std::string& statistic = stack.name(Op::kStatistic);
     options.is_rms = statistic == "rms";
     if (!options.is_rms && statistic != "layer") refuse(kStatisticChoices, statistic);
-    options.weight_offset = stack.real(Op::kWeightOffset);
-    if constexpr (Op::kMayKeepOrder) options.keeps_order = stack.flag(Op::kKeepsOrder);
-    if constexpr (Op::kIsForward) {
-      options.round_before_weight = stack.flag(Op::kRoundBeforeWeight);
-    }
   }
-  return options;
-}
-
-template <class Op, class Stack>
-std::enable_if_t<kIsGated<Op>, NormOptions> read_options(Stack&& stack) {
-  NormOptions options;
-  options.is_rms = true;
-  if constexpr (Op::kIsForward) options.eps = stack.real(Op::kEps);
-  options.gate_place = stack.flag(Op::kGateFirst) ? GatePlace::kFirst : GatePlace::kLast;
-  const std::string& activation = stack.name(Op::kGateActivation);
-  options.activation = activation == "silu" ? Activation::kSilu : kSigmoid;
-  if (activation != "silu" && activation != "sigmoid") {
-    options.has_unknown_name = true;
-    stack.refuse(kGateActivationChoices, activation);
+  real(Op::kWeightOffset, options.weight_offset);
+  options.keeps_order = Op::kHasGroups;
+  flag(Op::kKeepsOrder, options.keeps_order);
+  flag(Op::kRoundBeforeWeight, options.round_before_weight);
+  if constexpr (Op::kGateFirst != kAbsent) {
+    options.is_rms = true;
+    options.gate_place = stack.flag(Op::kGateFirst) ? GatePlace::kFirst : GatePlace::kLast;
+    const std::string& activation = stack.name(Op::kGateActivation);
+    options.activation = activation == "silu" ? Activation::kSilu : kSigmoid;
+    if (activation != "silu" && activation != "sigmoid") refuse(kGateActivationChoices, activation);
   }
-  options.group_size = stack.integer(Op::kGroupSize);
-  options.weight_offset = stack.real(Op::kWeightOffset);
-  if constexpr (Op::kIsForward) options.round_before_weight = stack.flag(Op::kRoundBeforeWeight);
   return options;
 }
 

@@ -44,8 +44,9 @@ bool prepare_call(const NormCall& call, const RawTensor& x, const RawTensor& y, 
     if (!*parameter) continue;
     parameters = parameter->type;
     const RawTensor columns = {.sizes = x.sizes + leading, .dims = 1};
-    const bool fits = parameters == x.type || (parameters == DataType::kFloat32 && is_half(x.type));
-    if (!fits || !have_one_shape(*parameter, columns) || !parameter->is_contiguous) return false;
+    if (!goes_with(parameters, x.type) || !have_one_shape(*parameter, columns) ||
+        !parameter->is_contiguous)
+      return false;
     problem.aligned = problem.aligned && is_aligned(parameter->data);
   }
   if (call.weight && call.bias && call.weight.type != call.bias.type) return false;
@@ -55,12 +56,7 @@ bool prepare_call(const NormCall& call, const RawTensor& x, const RawTensor& y, 
   PreparedGated prepared;
   GatedParams& params = prepared.params;
   const auto place = [&](const RawTensor& tensor, const void*& data, RowMap& rows) {
-    const auto found = rows_of(tensor, leading);
-    if (!found) return false;
-    data = tensor.data;
-    rows = *found;
-    problem.aligned = problem.aligned && is_aligned(data, tensor.type, rows);
-    return true;
+    return place_rows(tensor, leading, data, rows, problem.aligned);
   };
   if (!place(x, params.x, params.x_rows) || !place(call.gate, params.gate, params.gate_rows) ||
       (needs != nullptr && !place(y, params.dy, params.dy_rows))) {
@@ -113,16 +109,13 @@ bool prepare_gated(const ForwardCall& call, const Device& device, PreparedForwar
 
 bool prepare_gated(const BackwardCall& call, const Device& device, PreparedBackward& into) {
   const RawTensor& x = call.x;
-  if (!call.rstd || call.rstd.type != statistics_type(x.type) || !call.rstd.is_contiguous ||
-      (call.needs.dx && !call.dx.is_contiguous) ||
+  if ((call.needs.dx && !call.dx.is_contiguous) ||
       !prepare_call(call, x, call.dy, &call.needs, device, into)) {
     return false;
   }
   GatedParams& params = std::get<PreparedGated>(into.plan).params;
-  int64_t numbers = 1;
-  for (int64_t d = 0; d < call.rstd.dims; ++d) numbers *= call.rstd.sizes[d];
   params.rstd = const_cast<void*>(call.rstd.data);
-  return numbers == int64_t{params.rows} * params.groups;
+  return is_statistic(call.rstd, int64_t{params.rows} * params.groups, x.type);
 }
 
 }  // namespace fused_layernorm

@@ -13,22 +13,17 @@ int64_t stride_along(const RawTensor& tensor, int64_t d) {
   return tensor.sizes[d] > 1 ? tensor.strides[d] : 0;
 }
 
-// Whether parameters of a type go with x.
-bool is_beside(DataType parameter, DataType x) {
-  return parameter == x || (parameter == DataType::kFloat32 && is_half(x));
-}
-
 // Where weight or bias is: (channels). False if it does not go with x.
 bool place_channels(const RawTensor& tensor, const RawTensor& x, ChannelNumbers& into) {
   if (!tensor) return true;
   into = {tensor.data, 0, stride_along(tensor, 0), tensor.type};
-  return tensor.dims == 1 && tensor.sizes[0] == x.sizes[1] && is_beside(tensor.type, x.type);
+  return tensor.dims == 1 && tensor.sizes[0] == x.sizes[1] && goes_with(tensor.type, x.type);
 }
 
 // Where shift or scale is: (samples, channels, 1, ...).
 bool place_samples(const RawTensor& tensor, const RawTensor& x, ChannelNumbers& into) {
   if (!tensor) return true;
-  bool fits = tensor.dims >= 2 && is_beside(tensor.type, x.type);
+  bool fits = tensor.dims >= 2 && goes_with(tensor.type, x.type);
   for (int64_t d = 0; fits && d < tensor.dims; ++d) {
     fits = tensor.sizes[d] == (d < 2 ? x.sizes[d] : 1);
   }
@@ -100,13 +95,6 @@ bool prepare_call(const NormCall& call, const RawTensor& x, const RawTensor& y,
   return true;
 }
 
-bool is_statistic(const RawTensor& tensor, const GroupParams& params, DataType x) {
-  if (!tensor || tensor.type != statistics_type(x) || !tensor.is_contiguous) return false;
-  int64_t numbers = 1;
-  for (int64_t d = 0; d < tensor.dims; ++d) numbers *= tensor.sizes[d];
-  return numbers == params.samples * params.groups;
-}
-
 }  // namespace
 
 bool prepare_groups(const ForwardCall& call, const Device& device, PreparedForward& into) {
@@ -117,8 +105,9 @@ bool prepare_groups(const ForwardCall& call, const Device& device, PreparedForwa
 bool prepare_groups(const BackwardCall& call, const Device& device, PreparedBackward& into) {
   if (!prepare_call(call, call.x, call.dy, call.dx, true, device, into)) return false;
   GroupParams& params = std::get<PreparedGroups>(into.plan).params;
-  if (!is_statistic(call.mean, params, call.x.type) ||
-      !is_statistic(call.rstd, params, call.x.type)) {
+  const int64_t all_groups = params.samples * params.groups;
+  if (!is_statistic(call.mean, all_groups, call.x.type) ||
+      !is_statistic(call.rstd, all_groups, call.x.type)) {
     return false;
   }
   params.dy = call.dy.data;

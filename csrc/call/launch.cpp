@@ -16,35 +16,24 @@ cudaError_t enqueue(const GateParams& params, const DataTypes& types, const back
                     cudaStream_t stream) {
   return launch_gate_backward(params, types, plan, stream);
 }
-cudaError_t enqueue(const ForwardParams& params, const DataTypes& types,
-                    const forward::Channels& plan, cudaStream_t stream) {
-  return launch_layer_norm_forward(params, types, plan, stream);
-}
-cudaError_t enqueue(const BackwardParams& params, const DataTypes& types,
-                    const backward::Channels& plan, cudaStream_t stream) {
-  return launch_layer_norm_backward(params, types, plan, stream);
-}
-cudaError_t enqueue(const ForwardParams& params, const DataTypes& types, const forward::Plan& plan,
+template <typename Params, typename Strategy>
+cudaError_t enqueue(const Params& params, const DataTypes& types, const Strategy& plan,
                     cudaStream_t stream) {
-  return std::visit(
-      [&](const auto& strategy) {
-        return launch_layer_norm_forward(params, types, strategy, stream);
-      },
-      plan);
+  if constexpr (std::is_same_v<Params, ForwardParams>) {
+    return launch_layer_norm_forward(params, types, plan, stream);
+  } else {
+    return launch_layer_norm_backward(params, types, plan, stream);
+  }
 }
-cudaError_t enqueue(const BackwardParams& params, const DataTypes& types,
-                    const backward::Plan& plan, cudaStream_t stream) {
-  return std::visit(
-      [&](const auto& strategy) {
-        return launch_layer_norm_backward(params, types, strategy, stream);
-      },
-      plan);
+template <typename Params, typename... Strategies>
+cudaError_t enqueue(const Params& params, const DataTypes& types,
+                    const std::variant<Strategies...>& plan, cudaStream_t stream) {
+  return std::visit([&](const auto& strategy) { return enqueue(params, types, strategy, stream); },
+                    plan);
 }
-
 cudaError_t enqueue(const GroupParams& params, const DataTypes& types, const GroupPlan& plan,
                     cudaStream_t stream) {
-  const auto launch = params.dy == nullptr ? launch_group_norm_forward : launch_group_norm_backward;
-  return launch(params, types.x, types.y, plan, stream);
+  return launch_group_norm(params, types.x, types.y, plan, stream);
 }
 
 cudaError_t enqueue(const GatedParams& params, const DataTypes& types, const GatedPlan& plan,

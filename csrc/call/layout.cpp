@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "call/types.h"
+
 namespace fused_layernorm {
 namespace {
 
@@ -65,6 +67,23 @@ std::optional<RowMap> rows_of(const RawTensor& tensor, int64_t leading) {
   int64_t cols = 1;
   for (int64_t d = leading; d < tensor.dims; ++d) cols *= tensor.sizes[d];
   return RowMap(cols);
+}
+
+bool place_rows(const RawTensor& tensor, int64_t leading, const void*& data, RowMap& rows,
+                bool& aligned) {
+  const auto found = rows_of(tensor, leading);
+  if (!found) return false;
+  data = tensor.data;
+  rows = *found;
+  aligned = aligned && is_aligned(data, tensor.type, rows);
+  return true;
+}
+
+bool is_statistic(const RawTensor& tensor, int64_t count, DataType x) {
+  if (!tensor || tensor.type != statistics_type(x) || !tensor.is_contiguous) return false;
+  int64_t numbers = 1;
+  for (int64_t d = 0; d < tensor.dims; ++d) numbers *= tensor.sizes[d];
+  return numbers == count;
 }
 
 std::optional<ChannelMap> channel_map_of(const RawTensor& tensor, int64_t leading) {

@@ -25,6 +25,14 @@ bool is_aligned(const void* data, DataType type, const RowMap& map);
 // stand at no more than two strides.
 std::optional<RowMap> rows_of(const RawTensor& tensor, int64_t leading);
 
+// Sets where the rows of a tensor begin, if kernels find them. Clears `aligned` unless every row
+// begins at a multiple of 16 bytes.
+bool place_rows(const RawTensor& tensor, int64_t leading, const void*& data, RowMap& rows,
+                bool& aligned);
+
+// Whether a tensor is a statistic of x, of this type, with so many numbers in their order.
+bool is_statistic(const RawTensor& tensor, int64_t count, DataType x);
+
 // Where the rows of a tensor lie whose columns lie apart and whose neighbouring rows side by
 // side. std::nullopt for other tensors, rows of one column among them.
 std::optional<ChannelMap> channel_map_of(const RawTensor& tensor, int64_t leading);

@@ -56,14 +56,6 @@ bool are_known(const Norm& norm, DataType input, DataType x, DataType y) {
   return is_known(input) && is_known(x) && is_known(y) && is_known(norm.parameters.value_or(x));
 }
 
-// Whether a tensor has a number for each row, in the order of the rows.
-bool is_statistic(const RawTensor& tensor, const Norm& norm, DataType x) {
-  if (!tensor || tensor.type != statistics_type(x) || !tensor.is_contiguous) return false;
-  int64_t numbers = 1;
-  for (int64_t d = 0; d < tensor.dims; ++d) numbers *= tensor.sizes[d];
-  return numbers == norm.rows;
-}
-
 // Sets the parameters of kernels that both directions share. False if a modulation does not
 // broadcast to x, or kernels cannot read it where it lies.
 template <typename Params>
@@ -93,18 +85,6 @@ bool set_norm(Params& params, const NormCall& call, const Norm& norm, const RawT
   return !params.is_modulated ||
          (place(call.shift, m.shift, m.shift_rows) && place(call.scale, m.scale, m.scale_rows) &&
           place(call.gate, m.gate, m.gate_rows));
-}
-
-// The rows of a tensor, if kernels find them. Clears `aligned` unless every row begins at a
-// multiple of 16 bytes.
-bool place_rows(const RawTensor& tensor, int64_t leading, const void*& data, RowMap& rows,
-                bool& aligned) {
-  const auto found = rows_of(tensor, leading);
-  if (!found) return false;
-  data = tensor.data;
-  rows = *found;
-  aligned = aligned && is_aligned(data, tensor.type, rows);
-  return true;
 }
 
 template <typename Params>
@@ -250,8 +230,8 @@ bool prepare(const BackwardCall& call, const Device& device, PreparedBackward& i
   for (const RawTensor* rows : {&call.dresidual, &call.input}) {
     if (*rows && (!have_one_shape(*rows, x) || rows->type != x.type)) return false;
   }
-  const bool has_statistics = is_statistic(call.rstd, *norm, x.type) &&
-                              (call.options.is_rms || is_statistic(call.mean, *norm, x.type));
+  const bool has_statistics = is_statistic(call.rstd, norm->rows, x.type) &&
+                              (call.options.is_rms || is_statistic(call.mean, norm->rows, x.type));
   if (!has_statistics) return false;
   const DataTypes types = kernel_types(x.type, norm->parameters, call.dy.type);
   BackwardParams& params = into.params;
@@ -316,40 +296,6 @@ bool prepare(const BackwardCall& call, const Device& device, PreparedBackward& i
   params.x = x.data;
   params.dy = call.dy.data;
   into.plan = *channels;
-  return true;
-}
-
-bool prepare(const GateCall& call, const Device& device, PreparedGate& into) {
-  const RawTensor& input = call.input;
-  const int64_t leading = input.dims - 1;
-  into.types = kernel_types(call.dsum.type, call.gate.type, input.type);
-  check_has_kernels(into.types);
-  GateParams& params = into.params;
-  params = {};
-  bool aligned = are_aligned(into.types, input.sizes[leading]);
-  const auto gate_rows = rows_in_place(call.gate, input, leading);
-  if (!gate_rows || !place_rows(call.dsum, leading, params.dsum, params.dsum_rows, aligned) ||
-      !place_rows(input, leading, params.input, params.input_rows, aligned)) {
-    return false;
-  }
-  params.gate = call.gate.data;
-  params.gate_rows = *gate_rows;
-  params.dinput = call.dinput;
-  params.dgate = call.dgate;
-  params.dgate_is_wide = call.dgate_is_wide;
-  params.rows = 1;
-  for (int64_t d = 0; d < leading; ++d) params.rows *= input.sizes[d];
-  params.cols = static_cast<int32_t>(input.sizes[leading]);
-  params.group_rows = call.group_rows;
-  Problem problem;
-  problem.rows = params.rows;
-  problem.cols = params.cols;
-  problem.x = into.types.x;
-  problem.aligned = aligned;
-  problem.needs_dparams = call.dgate != nullptr;
-  problem.modulated = true;
-  problem.group_rows = call.group_rows;
-  into.plan = backward::Gate::make(problem, device);
   return true;
 }
 

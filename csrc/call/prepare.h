@@ -50,22 +50,14 @@ using PreparedForward = Prepared<ForwardParams, Planned<forward::Plan>, forward:
                                  PreparedGroups, PreparedGated>;
 using PreparedBackward = Prepared<BackwardParams, Planned<backward::Plan>, backward::Channels,
                                   PreparedGroups, PreparedGated>;
-using PreparedGate = Prepared<GateParams, backward::Gate>;
-
 // The gradients of the gated sum residual + gate * input, by themselves.
-struct GateCall {
-  RawTensor dsum, input, gate;
-  int64_t group_rows = 0;                    // as in BackwardCall
-  void *dinput = nullptr, *dgate = nullptr;  // null where not asked for
-  bool dgate_is_wide = false;
-};
+using PreparedGate = Prepared<GateParams, backward::Gate>;
 
 // False for a call that kernels do not take as it is: because tensors do not lie where kernels read
 // or write them, a type has to be converted, or one launch does not suffice; or because it is not
 // valid. Throws std::invalid_argument if no plan can have what is forced, and in a trimmed build.
 bool prepare(const ForwardCall& call, const Device& device, PreparedForward& into);
 bool prepare(const BackwardCall& call, const Device& device, PreparedBackward& into);
-bool prepare(const GateCall& call, const Device& device, PreparedGate& into);
 
 // The same for calls whose options have groups (groups.cpp).
 bool prepare_groups(const ForwardCall& call, const Device& device, PreparedForward& into);

@@ -13,6 +13,11 @@ constexpr DataType statistics_type(DataType x) {
   return x == DataType::kFloat64 ? x : DataType::kFloat32;
 }
 
+// Whether a parameter of a type goes with x.
+constexpr bool goes_with(DataType parameter, DataType x) {
+  return parameter == x || (parameter == DataType::kFloat32 && is_half(x));
+}
+
 // The types that a kernel is launched with, given those of x, of the parameters (if there are any)
 // and of y in the call. Kernels exist for the combinations in norm/types.cuh. To reach one of them,
 // parameters may be converted to float32 and the output computed in the arithmetic's type; neither

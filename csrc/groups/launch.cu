@@ -15,8 +15,11 @@ cudaError_t run_tiles(const GroupParams& params, const GroupTypes& types, const 
   return (planes ? launch_planes_apply : launch_last_apply)(params, types, plan, stream);
 }
 
-cudaError_t run(const GroupParams& params, const GroupTypes& types, const GroupPlan& plan,
-                cudaStream_t stream) {
+}  // namespace
+
+cudaError_t launch_group_norm(const GroupParams& params, DataType x, DataType y,
+                              const GroupPlan& plan, cudaStream_t stream) {
+  const GroupTypes types = {x, y, params.dy != nullptr};
   if (plan.strategy == GroupStrategy::kTiles) return run_tiles(params, types, plan, stream);
   const bool held = plan.strategy == GroupStrategy::kHeld;
   const cudaError_t error =
@@ -24,18 +27,6 @@ cudaError_t run(const GroupParams& params, const GroupTypes& types, const GroupP
   const bool has_grads = types.backward && param_grad_blocks(params) > 0;
   if (error != cudaSuccess || !has_grads) return error;
   return launch_group_param_grad(params, types, plan, stream);
-}
-
-}  // namespace
-
-cudaError_t launch_group_norm_forward(const GroupParams& params, DataType x, DataType y,
-                                      const GroupPlan& plan, cudaStream_t stream) {
-  return run(params, {x, y, false}, plan, stream);
-}
-
-cudaError_t launch_group_norm_backward(const GroupParams& params, DataType x, DataType dy,
-                                       const GroupPlan& plan, cudaStream_t stream) {
-  return run(params, {x, dy, true}, plan, stream);
 }
 
 }  // namespace fused_layernorm

@@ -23,26 +23,16 @@ inline int64_t param_grad_blocks(const GroupParams& p) {
   return wanted ? ceil_div(p.channels, kWarpThreads) : 0;
 }
 
+using GroupLaunch = cudaError_t(const GroupParams&, const GroupTypes&, const GroupPlan&,
+                                cudaStream_t);
 // The launches of a call over tiles: first measure, then totals if the plan has them, then apply,
 // which also makes the gradients of parameters.
-cudaError_t launch_planes_measure(const GroupParams&, const GroupTypes&, const GroupPlan&,
-                                  cudaStream_t);
-cudaError_t launch_planes_apply(const GroupParams&, const GroupTypes&, const GroupPlan&,
-                                cudaStream_t);
-cudaError_t launch_last_measure(const GroupParams&, const GroupTypes&, const GroupPlan&,
-                                cudaStream_t);
-cudaError_t launch_last_apply(const GroupParams&, const GroupTypes&, const GroupPlan&,
-                              cudaStream_t);
-cudaError_t launch_group_totals(const GroupParams&, const GroupTypes&, const GroupPlan&,
-                                cudaStream_t);
+GroupLaunch launch_planes_measure, launch_planes_apply;
+GroupLaunch launch_last_measure, launch_last_apply;
+GroupLaunch launch_group_totals;
 // The launches of a call where blocks hold groups or share them: one, and in backward one for the
 // gradients of parameters.
-cudaError_t launch_held_groups(const GroupParams&, const GroupTypes&, const GroupPlan&,
-                               cudaStream_t);
-cudaError_t launch_split_groups(const GroupParams&, const GroupTypes&, const GroupPlan&,
-                                cudaStream_t);
-cudaError_t launch_group_param_grad(const GroupParams&, const GroupTypes&, const GroupPlan&,
-                                    cudaStream_t);
+GroupLaunch launch_held_groups, launch_split_groups, launch_group_param_grad;
 
 // Calls then(X{}, Y{}, width) for the types and the width that kernels are compiled for: of x, and
 // of y or dy.

@@ -125,9 +125,8 @@ std::optional<GroupPlan> make_group_plan(const GroupProblem& problem, const Devi
 // The plan in words, as JSON.
 std::string describe(const GroupPlan& plan);
 
-cudaError_t launch_group_norm_forward(const GroupParams& params, DataType x, DataType y,
-                                      const GroupPlan& plan, cudaStream_t stream);
-cudaError_t launch_group_norm_backward(const GroupParams& params, DataType x, DataType dy,
-                                       const GroupPlan& plan, cudaStream_t stream);
+// y is dy in backward.
+cudaError_t launch_group_norm(const GroupParams& params, DataType x, DataType y,
+                              const GroupPlan& plan, cudaStream_t stream);
 
 }  // namespace fused_layernorm

@@ -20,23 +20,12 @@ inline bool is_half(at::ScalarType type) { return type == at::kHalf || type == a
 constexpr bool kRmsNormInFloat32 = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 12;
 
 template <class Op>
-bool makes_float32(const IValue* arguments) {
-  if constexpr (Op::kHasGroups) {
-    return true;
-  } else if constexpr (std::is_same_v<Op, GatedForward>) {
-    return kRmsNormInFloat32;
-  } else {
-    return kRmsNormInFloat32 || !is_rms(arguments[Op::kStatistic]);
-  }
-}
-
-template <class Op>
 void autocast(const OperatorHandle& op, DispatchKeySet /*keys*/, Stack* stack) {
   IValue* arguments = stack->data() + stack->size() - Op::kArguments;
   const Tensor& input = arguments[Op::kInput].toTensor();
   const at::ScalarType dtype = input.scalar_type();
   if (arguments[Op::kOutDtype].isNone() && !input.is_cpu() && is_half(dtype) &&
-      makes_float32<Op>(arguments)) {
+      (kRmsNormInFloat32 || !options_of<Op>(arguments).is_rms)) {
     arguments[Op::kOutDtype] = at::kFloat;
   }
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
@@ -49,10 +38,9 @@ void autocast(const OperatorHandle& op, DispatchKeySet /*keys*/, Stack* stack) {
       arguments[i] = arguments[i].toTensor().to(at::kFloat);
     }
   };
-  if constexpr (Op::kHasModulation) {
-    for (const size_t i : Op::kModulations) {
-      if (unlike(i)) widen(i);
-    }
+  for (const size_t i :
+       {Op::kGatesSum ? size_t{Op::kGate} : kAbsent, size_t{Op::kShift}, size_t{Op::kScale}}) {
+    if (i != kAbsent && unlike(i)) widen(i);
   }
   // The operators take weight and bias of one dtype only.
   const bool differ = is_defined(arguments[Op::kWeight]) && is_defined(arguments[Op::kBias]) &&

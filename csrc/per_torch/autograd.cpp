@@ -34,44 +34,22 @@ torch::CppFunction boxed() {
   return torch::CppFunction::makeFromBoxedFunction<kernel>();
 }
 
-using LayerNorm = NormForward</*kWithModulation=*/false, /*kWithResidual=*/false>;
-using AddLayerNorm = NormForward<false, true>;
-using AdaLayerNorm = NormForward<true, false>;
-using AddAdaLayerNorm = NormForward<true, true>;
-
-template <class Op>
-void register_autograd(torch::Library& m) {
-  m.impl(Op::name(false).c_str(), boxed<&differentiate_forward<Op, false>>());
-  m.impl(Op::name(true).c_str(), boxed<&differentiate_forward<Op, true>>());
-}
-
-template <class Op>
-void register_autocast(torch::Library& m) {
-  m.impl(Op::name(false).c_str(), boxed<&autocast<Op>>());
-  m.impl(Op::name(true).c_str(), boxed<&autocast<Op>>());
-}
-
 TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Autograd, m) {
-  register_autograd<LayerNorm>(m);
-  register_autograd<AddLayerNorm>(m);
-  register_autograd<AdaLayerNorm>(m);
-  register_autograd<AddAdaLayerNorm>(m);
-  register_autograd<GroupForward>(m);
-  register_autograd<GatedForward>(m);
-  for (const char* name :
-       {"layer_norm_backward", "ada_layer_norm_backward", "add_ada_layer_norm_backward",
-        "gate_backward", GroupBackward::kName, GatedBackward::kName}) {
-    m.impl(name, boxed<&differentiate_backward>());
-  }
+  ForwardOperators::each([&](auto op) {
+    using Op = decltype(op);
+    m.impl(Op::kName, boxed<&differentiate_forward<Op, false>>());
+    m.impl(name_with_statistics<Op>().c_str(), boxed<&differentiate_forward<Op, true>>());
+  });
+  const auto register_backward = [&](auto op) {
+    m.impl(op.kName, boxed<&differentiate_backward>());
+  };
+  BackwardOperators::each(register_backward);
+  register_backward(schemas::GateBackward());
 }
 
 TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, BackendSelect, m) {
-  m.impl("layer_norm", boxed<&select_backend<LayerNorm>>());
-  m.impl("add_layer_norm", boxed<&select_backend<AddLayerNorm>>());
-  m.impl("ada_layer_norm", boxed<&select_backend<AdaLayerNorm>>());
-  m.impl("add_ada_layer_norm", boxed<&select_backend<AddAdaLayerNorm>>());
-  m.impl("group_norm", boxed<&select_backend<GroupForward>>());
-  m.impl("rms_norm_gated", boxed<&select_backend<GatedForward>>());
+  ForwardOperators::each(
+      [&](auto op) { m.impl(op.kName, boxed<&select_backend<decltype(op)>>()); });
 }
 
 TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
@@ -97,12 +75,11 @@ std::vector<torch::Library> register_autocast() {
     auto& m = libraries.emplace_back(torch::Library::IMPL,
                                      FUSED_LAYERNORM_AS_STRING(FUSED_LAYERNORM_NAMESPACE), key,
                                      __FILE__, __LINE__);
-    register_autocast<LayerNorm>(m);
-    register_autocast<AddLayerNorm>(m);
-    register_autocast<AdaLayerNorm>(m);
-    register_autocast<AddAdaLayerNorm>(m);
-    register_autocast<GroupForward>(m);
-    register_autocast<GatedForward>(m);
+    ForwardOperators::each([&](auto op) {
+      using Op = decltype(op);
+      m.impl(Op::kName, boxed<&autocast<Op>>());
+      m.impl(name_with_statistics<Op>().c_str(), boxed<&autocast<Op>>());
+    });
   }
   return libraries;
 }

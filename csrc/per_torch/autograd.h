@@ -18,20 +18,22 @@
 
 namespace fused_layernorm {
 
-// The positions of the tensors that a NormNode saves. x is the tensor that was normalized: input,
-// or with a residual residual_out, which is an output of the node.
+// The positions of the tensors that a node saves. x is the tensor that was normalized: input, or
+// with a residual residual_out, which is an output of the node.
 template <class Op>
 struct SavedByNorm {
   enum : size_t {
     kX,
     kMean,
     kRstd,
-    kFirstParameter,
-    kInput = kFirstParameter + Op::kParameters,
-    kGate,
-    kEnd
+    kWeight,
+    kBias,
+    kShift = kBias + Op::kHasModulation,
+    kScale = kShift + Op::kHasModulation,
+    kGate = kScale + Op::kHasGate,
+    kInput = kGate + Op::kGatesSum,
+    kCount
   };
-  static constexpr size_t kCount = Op::kHasGate ? kEnd : kInput;
 };
 
 // Computes the gradients of a forward operator's arguments from those of y and residual_out. The
@@ -43,11 +45,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
   NormOptions options;
   at::ScalarType input_dtype = at::kFloat;
 
-  std::string name() const override {
-    if (Op::kHasGroups) return "FusedGroupNormBackward";
-    return std::string("Fused") + (Op::kHasResidual ? "Add" : "") +
-           (Op::kHasModulation ? "Ada" : "") + "LayerNormBackward";
-  }
+  std::string name() const override { return Op::kNode; }
 
   void collect_options(CompiledNodeArgs& args) const override {
     collect(args, options);
@@ -57,23 +55,23 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
   void save_arguments(const IValue* arguments) {
     if constexpr (!Op::kHasResidual) this->save(Saved::kX, arguments[Op::kInput].toTensor());
     options = options_of<Op>(arguments);
-    for (size_t i = 0; i < Op::kParameters; ++i) {
-      const IValue& parameter = arguments[Op::kFirstParameter + i];
-      // Backward uses bias only where it computes z, and for the dtype of gradients.
-      const bool is_bias = Op::kFirstParameter + i == Op::kBias;
-      const bool needs_z = Op::kHasModulation || options.activation != Activation::kNone;
-      if (is_bias && !needs_z && is_defined(arguments[Op::kWeight])) continue;
+    const auto save_if_any = [&](size_t i, const IValue& argument) {
+      this->save(i, tensor_of(argument));
+    };
+    const IValue &weight = arguments[Op::kWeight], &bias = arguments[Op::kBias];
+    save_if_any(Saved::kWeight, weight);
+    // Backward uses bias only where it computes z, and for the dtype of gradients.
+    const bool needs_z = Op::kHasModulation || options.activation != Activation::kNone;
+    if (needs_z || !is_defined(weight)) save_if_any(Saved::kBias, bias);
+    if constexpr (Op::kHasModulation) {
       // Backward of rows uses shift only for the shape and dtype of its gradient.
-      const bool is_shift =
-          Op::kHasModulation && !Op::kHasGroups && Op::kFirstParameter + i == Op::kShift;
-      if (is_shift && !requires_grad(parameter)) continue;
-      this->save(Saved::kFirstParameter + i, tensor_of(parameter));
+      const IValue& shift = arguments[Op::kShift];
+      if (Op::kHasGroups || requires_grad(shift)) save_if_any(Saved::kShift, shift);
+      save_if_any(Saved::kScale, arguments[Op::kScale]);
     }
-    if constexpr (Op::kHasGate) {
-      this->save(Saved::kGate, tensor_of(arguments[Op::kGate]));
-      if (requires_grad(arguments[Op::kGate])) {
-        this->save(Saved::kInput, arguments[Op::kInput].toTensor());
-      }
+    if constexpr (Op::kHasGate) save_if_any(Saved::kGate, arguments[Op::kGate]);
+    if constexpr (Op::kGatesSum) {
+      if (requires_grad(arguments[Op::kGate])) save_if_any(Saved::kInput, arguments[Op::kInput]);
     }
     input_dtype = arguments[Op::kInput].toTensor().scalar_type();
   }
@@ -93,7 +91,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     if constexpr (Op::kHasResidual) dx = gradients[1];
     if (dy.defined()) {
       dx = backward_of_norm(dy, dx, gate, results);
-    } else if constexpr (Op::kHasGate) {
+    } else if constexpr (Op::kGatesSum) {
       // If only residual_out was used, the gradient does not pass through the norm.
       if (dx.defined() && gate.defined()) backward_of_gate(dx, gate, results);
     }
@@ -101,50 +99,60 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     if constexpr (Op::kHasResidual) {
       if (needs(Op::kResidual)) results[Op::kResidual] = dx;
     }
-    if (!gate.defined() && needs(Op::kInput)) results[Op::kInput] = dx.to(input_dtype);
+    const bool gates_sum = Op::kGatesSum && gate.defined();
+    if (!gates_sum && needs(Op::kInput)) results[Op::kInput] = dx.to(input_dtype);
     return results;
   }
 
  private:
-  bool needs(size_t argument) const { return this->task_should_compute_output(argument); }
+  // Whether the gradient of an argument is needed, which the operator may lack.
+  bool needs(size_t argument) const {
+    return argument != kAbsent && this->task_should_compute_output(argument);
+  }
 
   // Returns dx, undefined if nothing needs it. The gradients of the gate, of the input that it
   // multiplied and of the parameters go into `results`.
   Tensor backward_of_norm(const Tensor& dy, const Tensor& dresidual, const Tensor& gate,
                           variable_list& results) {
-    const bool is_gated = gate.defined() && (needs(Op::kInput) || needs(Op::kGate));
-    // Without a residual, Op::kResidual is the position of input.
-    const bool needs_dx = needs(Op::kResidual) || (!is_gated && needs(Op::kInput));
+    const bool is_gated =
+        Op::kGatesSum && gate.defined() && (needs(Op::kInput) || needs(Op::kGate));
+    SavedNorm saved;
+    Needs needed;
     // Each saved tensor is unpacked once: torch.utils.checkpoint allows no second time.
-    const auto parameter = [&](size_t argument) {
-      return this->saved(Saved::kFirstParameter + argument - Op::kFirstParameter);
-    };
-    const Tensor x = this->saved(Saved::kX), mean = this->saved(Saved::kMean);
-    const Tensor rstd = this->saved(Saved::kRstd);
-    SavedNorm saved = {dy, x, mean, rstd, parameter(Op::kWeight), parameter(Op::kBias), dresidual};
-    Needs needed = {needs_dx, needs(Op::kWeight), needs(Op::kBias)};
+    saved.dy = dy;
+    saved.x = this->saved(Saved::kX);
+    saved.mean = this->saved(Saved::kMean);
+    saved.rstd = this->saved(Saved::kRstd);
+    saved.weight = this->saved(Saved::kWeight);
+    saved.bias = this->saved(Saved::kBias);
+    saved.dresidual = dresidual;
+    needed.dx = needs(Op::kResidual) || (!is_gated && needs(Op::kInput));
+    needed.dweight = needs(Op::kWeight);
+    needed.dbias = needs(Op::kBias);
     bool is_dshift_dy = false;
     if constexpr (Op::kHasModulation) {
-      saved.shift = parameter(Op::kShift);
-      saved.scale = parameter(Op::kScale);
+      saved.shift = this->saved(Saved::kShift);
+      saved.scale = this->saved(Saved::kScale);
       is_dshift_dy = !Op::kHasGroups && needs(Op::kShift) && is_of_elements(saved.shift, dy);
       needed.dshift = needs(Op::kShift) && !is_dshift_dy;
       needed.dscale = needs(Op::kScale);
     }
-    if constexpr (Op::kHasGate) {
-      if (is_gated) saved.input = gated_input(x);
-      if (is_gated) saved.gate = gate;
+    if constexpr (Op::kGatesSum) {
+      if (is_gated) saved.input = gated_input(saved.x);
       needed.dinput = is_gated && needs(Op::kInput);
-      needed.dgate = needs(Op::kGate);
     }
+    if (is_gated || !Op::kGatesSum) saved.gate = gate;
+    needed.dgate = needs(Op::kGate);
     GradientsOfNorm found = gradients_of<Op>(saved, options, needed);
-    // An argument that the operator lacks has the position of one that follows here, or of x.
-    results[Op::kGate] = std::move(found.dgate);
-    results[Op::kInput] = std::move(found.dinput);
-    results[Op::kShift] = is_dshift_dy ? dy : std::move(found.dshift);
-    results[Op::kScale] = std::move(found.dscale);
-    results[Op::kWeight] = std::move(found.dweight);
-    results[Op::kBias] = std::move(found.dbias);
+    const auto give = [&](size_t argument, Tensor&& gradient) {
+      if (argument != kAbsent) results[argument] = std::move(gradient);
+    };
+    give(Op::kGate, std::move(found.dgate));
+    give(Op::kInput, std::move(found.dinput));
+    give(Op::kShift, is_dshift_dy ? Tensor(dy) : std::move(found.dshift));
+    give(Op::kScale, std::move(found.dscale));
+    give(Op::kWeight, std::move(found.dweight));
+    give(Op::kBias, std::move(found.dbias));
     return found.dx;
   }
 
@@ -177,57 +185,6 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
   }
 };
 
-// The same of a gated norm.
-struct SavedByGatedNorm {
-  enum : size_t { kX, kGate, kRstd, kWeight, kBias, kCount };
-};
-struct GatedNode : public SavingNode<SavedByGatedNorm::kCount, false> {
-  using Op = GatedForward;
-  using Saved = SavedByGatedNorm;
-
-  NormOptions options;
-
-  std::string name() const override { return "FusedRMSNormGatedBackward"; }
-  void collect_options(CompiledNodeArgs& args) const override { collect(args, options); }
-
-  void save_arguments(const IValue* arguments) {
-    options = options_of<Op>(arguments);
-    save(Saved::kX, arguments[Op::kInput].toTensor());
-    save(Saved::kGate, arguments[Op::kGate].toTensor());
-    save(Saved::kWeight, tensor_of(arguments[Op::kWeight]));
-    save(Saved::kBias, tensor_of(arguments[Op::kBias]));
-  }
-  void save_outputs(const Tensor&, const Tensor&, const Tensor& rstd) { save(Saved::kRstd, rstd); }
-
-  variable_list apply(variable_list&& gradients) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    variable_list results(Op::kArguments);
-    if (!gradients[0].defined()) return results;
-    const auto needs = [&](size_t argument) { return task_should_compute_output(argument); };
-    Needs needed;
-    needed.dx = needs(Op::kInput);
-    needed.dgate = needs(Op::kGate);
-    needed.dweight = needs(Op::kWeight);
-    needed.dbias = needs(Op::kBias);
-    SavedNorm norm;
-    norm.dy = gradients[0];
-    norm.x = saved(Saved::kX);
-    norm.gate = saved(Saved::kGate);
-    norm.rstd = saved(Saved::kRstd);
-    norm.weight = saved(Saved::kWeight);
-    norm.bias = saved(Saved::kBias);
-    GradientsOfNorm found = gradients_of<Op>(norm, options, needed);
-    results[Op::kInput] = std::move(found.dx);
-    results[Op::kGate] = std::move(found.dgate);
-    results[Op::kWeight] = std::move(found.dweight);
-    results[Op::kBias] = std::move(found.dbias);
-    return results;
-  }
-};
-
-template <class Op>
-using NodeOf = std::conditional_t<std::is_same_v<Op, GatedForward>, GatedNode, NormNode<Op>>;
-
 // The Autograd kernel of a forward operator. With kGivesStatistics, the operator's own outputs
 // include the statistics.
 template <class Op, bool kGivesStatistics>
@@ -244,7 +201,7 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
   }
 
   if (differentiation == Differentiation::kForwardMode) return differentiate_in_python(op, stack);
-  const auto node = make_node<NodeOf<Op>>();
+  const auto node = make_node<NormNode<Op>>();
   node->set_next_edges(edges_of(arguments, Op::kArguments));
   node->save_arguments(arguments);
   if (!kGivesStatistics && forward_directly<Op>(keys, arguments, node->options, true, direct)) {
@@ -253,15 +210,15 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
     node->save_outputs(direct.residual_out, direct.mean, direct.rstd);
     return replace_arguments<Op>(stack, direct);
   }
-  static const OperatorHandle with_statistics = find_operator(Op::name(/*gives_statistics=*/true));
+  static const OperatorHandle with_statistics = find_operator(name_with_statistics<Op>());
   run_below_autograd(with_statistics, keys, stack);
-  const IValue* outputs = stack->data() + stack->size() - (Op::kOutputs + Op::kStatistics);
-  for (size_t i = 0; i < Op::kOutputs; ++i) {
+  const IValue* outputs = stack->data() + stack->size() - (kOutputs<Op> + kStatistics);
+  for (size_t i = 0; i < kOutputs<Op>; ++i) {
     torch::autograd::set_history(outputs[i].toTensor(), node);
   }
-  node->save_outputs(outputs[Op::kOutputs - 1].toTensor(), outputs[Op::kOutputs].toTensor(),
-                     outputs[Op::kOutputs + 1].toTensor());
-  if constexpr (!kGivesStatistics) torch::jit::drop(*stack, Op::kStatistics);
+  node->save_outputs(outputs[kOutputs<Op> - 1].toTensor(), outputs[kOutputs<Op>].toTensor(),
+                     outputs[kOutputs<Op> + 1].toTensor());
+  if constexpr (!kGivesStatistics) torch::jit::drop(*stack, kStatistics);
 }
 
 }  // namespace fused_layernorm

@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).resolve().parent
 CSRC = SOURCES.parent
 # What the libraries share with the kernels' library.
-SHARED = ("base/chip.h", "base/params.h", "base/types.h", "bindings/namespace.h",
-          "call/arguments.h", "call/description.h", "gated/params.h",
-          "groups/params.h")  # fmt: skip
+SHARED = ("base/chip.h", "base/params.h", "base/types.h", "bindings/data_types.h",
+          "bindings/namespace.h", "call/arguments.h", "call/description.h", "call/schemas.h",
+          "gated/params.h", "groups/params.h")  # fmt: skip
 # The first release of each minor version: its later releases have the same C++ interface. Beside
 # each, the SHA-256 of its wheels for HEADERS_PYTHON, on x86_64 and on aarch64.
 HEADERS_PYTHON = "3.11"  # the headers are the same in the wheels for every version of Python

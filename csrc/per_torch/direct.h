@@ -22,6 +22,7 @@
 #include <optional>
 #include <string_view>
 
+#include "bindings/data_types.h"
 #include "call/description.h"
 #include "node.h"
 #include "operators.h"
@@ -89,10 +90,6 @@ inline at::ScalarType statistics_type(at::ScalarType x) {
   return x == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-inline const void* address_of(const Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr() : nullptr;
-}
-
 inline void* address_to_write(const Tensor& tensor) {
   return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
 }
@@ -110,26 +107,14 @@ inline c10::SmallVector<int64_t, 8> statistics_shape(at::IntArrayRef sizes, size
   return shape;
 }
 
-inline DataType data_type(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return DataType::kFloat32;
-    case at::kHalf:
-      return DataType::kFloat16;
-    case at::kBFloat16:
-      return DataType::kBFloat16;
-    case at::kDouble:
-      return DataType::kFloat64;
-    default:
-      return kNoDataType;
-  }
-}
-
 inline RawTensor raw(const Tensor& tensor) {
   if (!tensor.defined()) return {};
-  return {tensor.const_data_ptr(),         tensor.sizes().data(),
-          tensor.strides().data(),         tensor.dim(),
-          data_type(tensor.scalar_type()), tensor.is_contiguous()};
+  return {tensor.const_data_ptr(),
+          tensor.sizes().data(),
+          tensor.strides().data(),
+          tensor.dim(),
+          data_type_or_none(tensor.scalar_type()),
+          tensor.is_contiguous()};
 }
 
 // What is written of x's shape, from the description to the tensor: contiguous, or in x's order, as
@@ -141,8 +126,8 @@ struct LikeX {
   // Whether that is the order of x's own strides.
   bool is_dense() const { return !keeps_order || x.is_non_overlapping_and_dense(); }
   RawTensor describe(at::ScalarType type) const {
-    return {nullptr, x.sizes().data(), x.strides().data(),
-            x.dim(), data_type(type),  !keeps_order || x.is_contiguous()};
+    return {nullptr, x.sizes().data(),        x.strides().data(),
+            x.dim(), data_type_or_none(type), !keeps_order || x.is_contiguous()};
   }
   Tensor allocate(at::ScalarType type) const {
     if (!keeps_order) return fused_layernorm::allocate(x.sizes(), type);
@@ -192,16 +177,15 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, const NormOp
   const KernelTable* const table = kernel_table();
   if (table == nullptr) return false;
   static const Tensor none;
-  const auto tensor_if = [&](bool has, size_t i) -> const Tensor& {
-    return has ? tensor_of(arguments[i]) : none;
+  const auto tensor_at = [&](size_t position) -> const Tensor& {
+    return position == kAbsent ? none : tensor_of(arguments[position]);
   };
   const Tensor& input = arguments[Op::kInput].toTensor();
-  const Tensor& residual = tensor_if(Op::kHasResidual, Op::kResidual);
+  const Tensor& residual = tensor_at(Op::kResidual);
   const Tensor& x = Op::kHasResidual ? residual : input;
-  const Parameters parameters = {tensor_of(arguments[Op::kWeight]), tensor_of(arguments[Op::kBias]),
-                                 tensor_if(Op::kHasModulation, Op::kShift),
-                                 tensor_if(Op::kHasModulation, Op::kScale),
-                                 tensor_if(Op::kHasGate, Op::kGate)};
+  const Parameters parameters = {tensor_at(Op::kWeight), tensor_at(Op::kBias),
+                                 tensor_at(Op::kShift), tensor_at(Op::kScale),
+                                 tensor_at(Op::kGate)};
   const auto& [weight, bias, shift, scale, gate] = parameters;
   for (const Tensor* each : {&residual, &weight, &bias, &shift, &scale, &gate}) {
     if (!is_beside(*each, input)) return false;
@@ -309,91 +293,54 @@ inline bool backward_directly(const SavedNorm& saved, const NormOptions& options
   return true;
 }
 
-// The same by the operator.
+// The same by a backward operator.
 template <class Op>
 GradientsOfNorm call_backward(const SavedNorm& saved, const NormOptions& options,
                               const Needs& needs) {
   static const OperatorHandle op = find_operator(Op::kName);
   Stack stack(Op::kArguments);
-  stack[Op::kDy] = saved.dy;
-  stack[Op::kX] = saved.x;
-  if constexpr (Op::kHasGroups) {
-    stack[Op::kNumGroups] = options.num_groups;
-  } else {
-    stack[Op::kNormalizedNdim] = options.normalized_ndim;
-    stack[Op::kDresidual] = value_of(saved.dresidual);
-    stack[Op::kStatistic] = statistic_of(options);
-    stack[Op::kWeightOffset] = options.weight_offset;
-    if constexpr (Op::kMayKeepOrder) stack[Op::kKeepsOrder] = options.keeps_order;
-  }
-  stack[Op::kMean] = saved.mean.defined() ? saved.mean : saved.rstd.new_empty({0});
-  stack[Op::kRstd] = saved.rstd;
-  stack[Op::kWeight] = value_of(saved.weight);
-  stack[Op::kBias] = value_of(saved.bias);
-  stack[Op::kNeedsDx] = needs.dx;
-  stack[Op::kNeedsDweight] = needs.dweight;
-  stack[Op::kNeedsDbias] = needs.dbias;
-  if constexpr (Op::kHasModulation) {
-    stack[Op::kShift] = value_of(saved.shift);
-    stack[Op::kScale] = value_of(saved.scale);
-    stack[Op::kNeedsDshift] = needs.dshift;
-    stack[Op::kNeedsDscale] = needs.dscale;
-  }
-  if constexpr (Op::kMayActivate) {
-    stack[Op::kActivation] = activation_of(options);
-    stack[Op::kOutputScale] = options.output_scale;
-  }
-  if constexpr (Op::kHasGate) {
-    stack[Op::kInput] = saved.input;
-    stack[Op::kGate] = saved.gate;
-    stack[Op::kNeedsDinput] = needs.dinput;
-    stack[Op::kNeedsDgate] = needs.dgate;
-  }
-  call(op, &stack);
-  GradientsOfNorm found;
-  size_t next = 0;
-  const auto take = [&](bool needed, Tensor& into) {
-    IValue& given = stack[next++];
-    if (needed) into = std::move(given).toTensor();
+  const auto put = [&](size_t position, auto&& value) {
+    if (position != kAbsent) stack[position] = std::forward<decltype(value)>(value);
   };
-  take(needs.dx, found.dx);
-  if (Op::kHasGate) take(needs.dinput, found.dinput);
-  if (Op::kHasGate) take(needs.dgate, found.dgate);
-  if (Op::kHasModulation) take(needs.dshift, found.dshift);
-  if (Op::kHasModulation) take(needs.dscale, found.dscale);
-  take(needs.dweight, found.dweight);
-  take(needs.dbias, found.dbias);
-  return found;
-}
-
-// The same of a gated norm.
-inline GradientsOfNorm call_gated_backward(const SavedNorm& saved, const NormOptions& options,
-                                           const Needs& needs) {
-  using Op = GatedBackward;
-  static const OperatorHandle op = find_operator(Op::kName);
-  static const IValue silu("silu"), sigmoid("sigmoid");
-  Stack stack(Op::kArguments);
-  stack[Op::kDy] = saved.dy;
-  stack[Op::kX] = saved.x;
-  stack[Op::kGate] = saved.gate;
-  stack[Op::kRstd] = saved.rstd;
-  stack[Op::kWeight] = value_of(saved.weight);
-  stack[Op::kBias] = value_of(saved.bias);
-  stack[Op::kGateFirst] = options.gate_place == GatePlace::kFirst;
-  stack[Op::kGateActivation] = options.activation == Activation::kSilu ? silu : sigmoid;
-  stack[Op::kGroupSize] = options.group_size;
-  stack[Op::kWeightOffset] = options.weight_offset;
-  const std::pair<bool, Tensor GradientsOfNorm::*> wanted[] = {
-      {needs.dx, &GradientsOfNorm::dx},
-      {needs.dgate, &GradientsOfNorm::dgate},
-      {needs.dweight, &GradientsOfNorm::dweight},
-      {needs.dbias, &GradientsOfNorm::dbias}};
-  for (size_t i = 0; i < std::size(wanted); ++i) stack[Op::kNeedsDx + i] = wanted[i].first;
+  put(Op::kDy, saved.dy);
+  put(Op::kX, saved.x);
+  put(Op::kNormalizedNdim, options.normalized_ndim);
+  put(Op::kNumGroups, options.num_groups);
+  if constexpr (Op::kMean != kAbsent) {
+    put(Op::kMean, saved.mean.defined() ? saved.mean : saved.rstd.new_empty({0}));
+  }
+  put(Op::kRstd, saved.rstd);
+  put(Op::kWeight, value_of(saved.weight));
+  put(Op::kBias, value_of(saved.bias));
+  put(Op::kShift, value_of(saved.shift));
+  put(Op::kScale, value_of(saved.scale));
+  put(Op::kInput, saved.input);
+  put(Op::kGate, saved.gate);
+  put(Op::kDresidual, value_of(saved.dresidual));
+  if constexpr (Op::kActivation != kAbsent) put(Op::kActivation, activation_of(options));
+  put(Op::kOutputScale, options.output_scale);
+  put(Op::kStatistic, statistic_of(options));
+  put(Op::kWeightOffset, options.weight_offset);
+  put(Op::kKeepsOrder, options.keeps_order);
+  if constexpr (Op::kGateFirst != kAbsent) {
+    static const IValue silu("silu"), sigmoid("sigmoid");
+    put(Op::kGateFirst, options.gate_place == GatePlace::kFirst);
+    put(Op::kGateActivation, options.activation == Activation::kSilu ? silu : sigmoid);
+    put(Op::kGroupSize, options.group_size);
+  }
+  for (const auto& [position, needed] : kNeedsFlags<Op>) put(position, needs.*needed);
   call(op, &stack);
   GradientsOfNorm found;
-  for (size_t i = 0; i < std::size(wanted); ++i) {
-    if (wanted[i].first) found.*wanted[i].second = std::move(stack[i]).toTensor();
-  }
+  const auto take = [&](size_t flag, bool needed, Tensor& into) {
+    if (flag != kAbsent && needed) into = std::move(stack[flag - Op::kNeedsDx]).toTensor();
+  };
+  take(Op::kNeedsDx, needs.dx, found.dx);
+  take(Op::kNeedsDinput, needs.dinput, found.dinput);
+  take(Op::kNeedsDgate, needs.dgate, found.dgate);
+  take(Op::kNeedsDshift, needs.dshift, found.dshift);
+  take(Op::kNeedsDscale, needs.dscale, found.dscale);
+  take(Op::kNeedsDweight, needs.dweight, found.dweight);
+  take(Op::kNeedsDbias, needs.dbias, found.dbias);
   return found;
 }
 
@@ -403,18 +350,12 @@ GradientsOfNorm gradients_of(const SavedNorm& saved, const NormOptions& options,
                              const Needs& needs) {
   GradientsOfNorm found;
   if (backward_directly(saved, options, needs, found)) return found;
-  if constexpr (std::is_same_v<Op, GatedForward>) {
-    return call_gated_backward(saved, options, needs);
-  } else if constexpr (Op::kHasGroups) {
-    return call_backward<GroupBackward>(saved, options, needs);
-  } else {
-    if constexpr (Op::kHasModulation) {
-      if (saved.gate.defined()) {
-        return call_backward<NormBackward<true, true>>(saved, options, needs);
-      }
+  if constexpr (Op::kGatesSum) {
+    if (saved.gate.defined()) {
+      return call_backward<Operator<schemas::AddAdaLayerNormBackward>>(saved, options, needs);
     }
-    return call_backward<NormBackward<Op::kHasModulation, false>>(saved, options, needs);
   }
+  return call_backward<Operator<typename Op::Backward>>(saved, options, needs);
 }
 
 // The kernel at BackendSelect of a forward operator without statistics: it serves the calls that

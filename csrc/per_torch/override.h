@@ -66,25 +66,34 @@ inline double eps_of(std::optional<double> eps, const Tensor& x) {
                                         : std::numeric_limits<float>::epsilon();
 }
 
-// The arguments of layer_norm.
-inline Stack arguments_of(const Tensor& x, size_t normalized_ndim, const OptionalTensor& weight,
-                          const OptionalTensor& bias, std::optional<double> eps, bool is_rms) {
-  const auto value = [](const OptionalTensor& t) { return t ? value_of(*t) : IValue(); };
-  NormOptions options;
-  options.is_rms = is_rms;
-  Stack stack;
-  stack.reserve(NormForward<false, false>::kArguments);
-  torch::jit::push(stack, x, static_cast<int64_t>(normalized_ndim), value(weight), value(bias),
-                   eps_of(eps, x), IValue(), 1.0, IValue(), statistic_of(options), 0.0, false,
-                   false);
-  return stack;
-}
+// What layer_norm or rms_norm is given.
+struct RowsNorm {
+  using Op = LayerNorm;
+  const Tensor& x;
+  const std::optional<at::IntArrayRef> shape;  // none if it is symbolic
+  const OptionalTensor &weight, &bias;
+  const std::optional<double> eps;
+  const bool is_rms;
 
-inline bool takes(const Tensor& x, at::IntArrayRef shape, const OptionalTensor& weight,
-                  const OptionalTensor& bias, std::optional<double> eps, Beside beside) {
-  return takes_input(x, shape) && takes_parameter(weight, x, shape, beside) &&
-         takes_parameter(bias, x, shape, beside) && !std::isnan(eps_of(eps, x));
-}
+  // PyTorch's rms_norm takes a float32 weight beside half precision.
+  bool takes_float() const { return is_rms; }
+  bool is_taken(Beside beside) const {
+    return shape && takes_input(x, *shape) && takes_parameter(weight, x, *shape, beside) &&
+           takes_parameter(bias, x, *shape, beside) && !std::isnan(eps_of(eps, x));
+  }
+  const Tensor& pytorchs_input() const { return x; }
+  // Those of our operator.
+  Stack arguments(const Tensor& input) const {
+    NormOptions options;
+    options.is_rms = is_rms;
+    Stack stack;
+    stack.reserve(Op::kArguments);
+    torch::jit::push(stack, input, static_cast<int64_t>(shape->size()), value_of(weight),
+                     value_of(bias), eps_of(eps, x), IValue(), 1.0, IValue(), statistic_of(options),
+                     0.0, false, false);
+    return stack;
+  }
+};
 
 // ---- layer_norm and rms_norm.
 
@@ -97,95 +106,52 @@ inline bool asks(c10::SymIntArrayRef shape) {
   return !shape.empty() && shape.back().maybe_as_int() == kAsks;
 }
 
-// The result of a call that asks, by our operator, which knows modes and transforms. Most of what
-// that would refuse is refused before autograd has saved a tensor of it.
-inline Tensor by_operator(const Tensor& x, c10::SymIntArrayRef symbolic,
-                          const OptionalTensor& weight, const OptionalTensor& bias,
-                          std::optional<double> eps, bool is_rms) {
-  static const OperatorHandle op = find_operator("layer_norm");
-  const auto shape = c10::asIntArrayRefSlowOpt(symbolic.slice(0, symbolic.size() - 1));
-  const bool autocast = at::autocast::is_autocast_enabled(x.device().type());
-  TORCH_CHECK_VALUE(shape && takes(x, *shape, weight, bias, eps,
-                                   autocast ? Beside::kAnyFloat : Beside::kSameOrFloat),
-                    "the kernels do not take such a norm");
-  Stack stack = arguments_of(x, shape->size(), weight, bias, eps, is_rms);
-  op.callBoxed(stack);
-  return stack[0].toTensor();
-}
-
-// Our result of a call at an Autograd or Autocast key, undefined if the call is not taken.
-template <c10::DeviceType device, bool kUnderAutocast>
-Tensor norm_of(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef symbolic,
-               const OptionalTensor& weight, const OptionalTensor& bias, std::optional<double> eps,
-               bool is_rms) {
-  using Op = NormForward<false, false>;
-  Override& entry = override_of<device>();
-  const bool asked = asks(symbolic);
-  if (!(asked || entry.is_on.load(std::memory_order_relaxed))) return {};
-  const auto shape = c10::asIntArrayRefSlowOpt(symbolic.slice(0, symbolic.size() - asked));
-  const Beside beside = kUnderAutocast    ? Beside::kAnyFloat
-                        : is_rms || asked ? Beside::kSameOrFloat
-                                          : Beside::kSame;
-  if (is_inside || !is_next(keys, kBackendKey<device>) || !shape ||
-      (kUnderAutocast && x.scalar_type() == at::kDouble) ||
-      !takes(x, *shape, weight, bias, eps, beside)) {
-    return asked ? by_operator(x, symbolic, weight, bias, eps, is_rms) : Tensor();
-  }
-  static const OperatorHandle op = find_operator("layer_norm");
-  Stack stack = arguments_of(x, shape->size(), weight, bias, eps, is_rms);
-  const Taken guard(entry);
-  naming_out_of_memory([&] {
-    if (kUnderAutocast) {
-      autocast<Op>(op, keys, &stack);
-    } else {
-      differentiate_forward<Op, false>(op, keys, &stack);
-    }
-  });
-  return stack[0].toTensor();
+inline std::optional<at::IntArrayRef> sizes_of(c10::SymIntArrayRef shape, bool asked) {
+  return c10::asIntArrayRefSlowOpt(shape.slice(0, shape.size() - asked));
 }
 
 template <c10::DeviceType device, bool kUnderAutocast>
 Tensor layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
                   const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                   bool cudnn_enable) {
-  const Tensor y =
-      norm_of<device, kUnderAutocast>(keys, x, shape, weight, bias, eps, /*is_rms=*/false);
-  if (y.defined()) return y;
-  if (!kUnderAutocast) {
-    static const OperatorHandle op = aten("layer_norm");
-    return at::_ops::layer_norm::redispatch(below<device>(op, keys), x, shape, weight, bias, eps,
-                                            cudnn_enable);
+  const bool asked = asks(shape);
+  if (asked || is_on<device>()) {
+    const RowsNorm norm = {x, sizes_of(shape, asked), weight, bias, eps, /*is_rms=*/false};
+    const Tensor y = by_kernel<device, kUnderAutocast>(keys, norm, asked);
+    if (y.defined()) return y;
   }
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCUDA);
-  return at::layer_norm_symint(as_autocast_casts(x), shape, as_autocast_casts(weight),
-                               as_autocast_casts(bias), eps, cudnn_enable);
+  return by_pytorch<at::_ops::layer_norm, device, kUnderAutocast>(keys, x, shape, weight, bias, eps,
+                                                                  cudnn_enable);
 }
 
 template <c10::DeviceType device, bool kUnderAutocast>
 Tensor rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
                 const OptionalTensor& weight, std::optional<double> eps) {
-  const Tensor y = norm_of<device, kUnderAutocast>(keys, x, shape, weight, {}, eps, true);
-  if (y.defined()) return y;
-  if (!kUnderAutocast) {
-    static const OperatorHandle op = aten("rms_norm");
-    return at::_ops::rms_norm::redispatch(below<device>(op, keys), x, shape, weight, eps);
+  const bool asked = asks(shape);
+  if (asked || is_on<device>()) {
+    const RowsNorm norm = {x, sizes_of(shape, asked), weight, kNoTensor, eps, /*is_rms=*/true};
+    const Tensor y = by_kernel<device, kUnderAutocast>(keys, norm, asked);
+    if (y.defined()) return y;
   }
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCUDA);
-  return at::rms_norm_symint(as_autocast_casts(x), shape, as_autocast_casts(weight), eps);
+  return by_pytorch<at::_ops::rms_norm, device, kUnderAutocast>(keys, x, shape, weight, eps);
 }
 
 // What inference mode leads to, which skips autograd's keys, for calls that ask.
 inline Tensor select_layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
                                 const OptionalTensor& weight, const OptionalTensor& bias,
                                 double eps, bool cudnn_enable) {
-  if (x.is_cuda() && asks(shape)) return by_operator(x, shape, weight, bias, eps, false);
+  if (x.is_cuda() && asks(shape)) {
+    return by_operator(RowsNorm{x, sizes_of(shape, true), weight, bias, eps, false});
+  }
   return at::_ops::layer_norm::redispatch(keys & kBelowSelect, x, shape, weight, bias, eps,
                                           cudnn_enable);
 }
 
 inline Tensor select_rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
                               const OptionalTensor& weight, std::optional<double> eps) {
-  if (x.is_cuda() && asks(shape)) return by_operator(x, shape, weight, {}, eps, true);
+  if (x.is_cuda() && asks(shape)) {
+    return by_operator(RowsNorm{x, sizes_of(shape, true), weight, kNoTensor, eps, true});
+  }
   return at::_ops::rms_norm::redispatch(keys & kBelowSelect, x, shape, weight, eps);
 }
 
@@ -194,24 +160,15 @@ inline Tensor select_rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntA
 
 // native_layer_norm(x, shape, weight, bias, eps), _fused_rms_norm(x, shape, weight, eps).
 inline bool take_forward(DispatchKeySet keys, Stack* stack, bool is_rms, Override& entry) {
-  using Op = NormForward<false, false>;
   const size_t count = is_rms ? 4 : 5;
   const IValue* const a = stack->data() + stack->size() - count;
   const Tensor& x = a[0].toTensor();
   const auto shape = a[1].toIntVector();
   const OptionalTensor weight = optional_of(a[2]), bias = is_rms ? std::nullopt : optional_of(a[3]);
-  const auto eps = a[count - 1].toOptional<double>();
-  if (!takes(x, shape, weight, bias, eps, Beside::kSame)) return false;
-  auto arguments = arguments_of(x, shape.size(), weight, bias, eps, is_rms);
+  const RowsNorm norm = {x, shape, weight, bias, a[count - 1].toOptional<double>(), is_rms};
+  if (!norm.is_taken(Beside::kSame)) return false;
   const Taken taken(entry);
-  DirectOutputs out;
-  const NormOptions options = options_of<Op>(arguments.data());
-  if (!forward_directly<Op>(keys, arguments.data(), options, /*needs_statistics=*/true, out)) {
-    static const OperatorHandle op = find_operator(Op::name(/*gives_statistics=*/true));
-    const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-    call(op, &arguments);
-    out = {arguments[0].toTensor(), Tensor(), arguments[1].toTensor(), arguments[2].toTensor()};
-  }
+  DirectOutputs out = with_statistics<LayerNorm>(keys, norm.arguments(x));
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(out.y));
   if (!is_rms) stack->emplace_back(std::move(out.mean));
@@ -249,7 +206,7 @@ inline bool take_backward(Stack* stack, bool is_rms, Override& entry) {
                            bias.value_or(Tensor()),
                            Tensor()};
   const Taken taken(entry);
-  GradientsOfNorm found = gradients_of<NormForward<false, false>>(saved, options, needs);
+  GradientsOfNorm found = gradients_of<LayerNorm>(saved, options, needs);
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(found.dx));
   stack->emplace_back(std::move(found.dweight));

@@ -18,6 +18,7 @@
 namespace fused_layernorm {
 
 using OptionalTensor = std::optional<Tensor>;
+inline const OptionalTensor kNoTensor;
 
 enum Native {
   kForward,
@@ -46,6 +47,11 @@ template <c10::DeviceType device>
 Override& override_of() {
   static auto* const instance = new Override;
   return *instance;
+}
+
+template <c10::DeviceType device>
+bool is_on() {
+  return override_of<device>().is_on.load(std::memory_order_relaxed);
 }
 
 // Whether this thread is inside a call that was taken: the composite operators call these operators
@@ -92,25 +98,90 @@ inline bool takes_parameter(const OptionalTensor& p, const Tensor& x, at::IntArr
 inline OptionalTensor optional_of(const IValue& value) {
   return is_defined(value) ? OptionalTensor(value.toTensor()) : std::nullopt;
 }
+inline IValue value_of(const OptionalTensor& t) { return t ? value_of(*t) : IValue(); }
 
-// ---- What a call that is not taken goes on to.
+// ---- What a call at an Autograd or Autocast key goes on to. `Norm` is what it is given: RowsNorm
+// ---- (override.h) or GroupsNorm (override_groups.h).
+
+// The result of a call that asks for our kernels, by our operator, which knows modes and
+// transforms. Most of what that would refuse is refused before autograd has saved a tensor of it.
+template <class Norm>
+Tensor by_operator(const Norm& norm) {
+  static const OperatorHandle op = find_operator(Norm::Op::kName);
+  const bool autocast = at::autocast::is_autocast_enabled(norm.x.device().type());
+  TORCH_CHECK_VALUE(norm.is_taken(autocast ? Beside::kAnyFloat : Beside::kSameOrFloat),
+                    "the kernels do not take such a norm");
+  Stack stack = norm.arguments(norm.x);
+  op.callBoxed(stack);
+  return stack[0].toTensor();
+}
+
+// Our result, undefined if the call is not taken. It has asked, or the override is on.
+template <c10::DeviceType device, bool kUnderAutocast, class Norm>
+Tensor by_kernel(DispatchKeySet keys, const Norm& norm, bool asked) {
+  using Op = typename Norm::Op;
+  const Beside beside = kUnderAutocast                ? Beside::kAnyFloat
+                        : asked || norm.takes_float() ? Beside::kSameOrFloat
+                                                      : Beside::kSame;
+  if (is_inside || !is_next(keys, kBackendKey<device>) ||
+      (kUnderAutocast && norm.x.scalar_type() == at::kDouble) || !norm.is_taken(beside)) {
+    return asked ? by_operator(norm) : Tensor();
+  }
+  static const OperatorHandle op = find_operator(Op::kName);
+  Stack stack = norm.arguments(asked ? norm.x : norm.pytorchs_input());
+  const Taken guard(override_of<device>());
+  naming_out_of_memory([&] {
+    if (kUnderAutocast) {
+      autocast<Op>(op, keys, &stack);
+    } else {
+      differentiate_forward<Op, false>(op, keys, &stack);
+    }
+  });
+  return stack[0].toTensor();
+}
 
 // PyTorch's own kernels at AutocastCUDA cast every argument to float32 and call the operator.
-template <class Tensors>
-Tensors as_autocast_casts(const Tensors& t) {
+inline Tensor as_autocast_casts(const Tensor& t) {
   return at::autocast::cached_cast(at::kFloat, t, at::kCUDA);
 }
-
-inline OperatorHandle aten(const std::string& name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(("aten::" + name).c_str(), "");
+inline OptionalTensor as_autocast_casts(const OptionalTensor& t) {
+  return at::autocast::cached_cast(at::kFloat, t, at::kCUDA);
+}
+template <class Other>
+const Other& as_autocast_casts(const Other& no_tensor) {
+  return no_tensor;
 }
 
-// Where a call goes without our kernel at autograd's key: to PyTorch's composite, or if another
+// A call without our kernel. At autograd's key it goes to PyTorch's composite, or if another
 // package has registered a kernel for the backend, to whatever comes next.
-template <c10::DeviceType device>
-DispatchKeySet below(const OperatorHandle& op, DispatchKeySet keys) {
-  return op.hasKernelForDispatchKey(kBackendKey<device>) ? keys & c10::after_autograd_keyset
-                                                         : DispatchKeySet(kBackendKey<device>);
+template <class Aten, c10::DeviceType device, bool kUnderAutocast, class... Arguments>
+Tensor by_pytorch(DispatchKeySet keys, const Arguments&... arguments) {
+  if constexpr (kUnderAutocast) {
+    const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCUDA);
+    return Aten::call(as_autocast_casts(arguments)...);
+  } else {
+    static const OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(Aten::name, "");
+    const bool has_kernel = op.hasKernelForDispatchKey(kBackendKey<device>);
+    return Aten::redispatch(
+        has_kernel ? keys & c10::after_autograd_keyset : DispatchKeySet(kBackendKey<device>),
+        arguments...);
+  }
+}
+
+// ---- The native operators.
+
+// The outputs of one of our operators with its statistics, given its arguments.
+template <class Op>
+DirectOutputs with_statistics(DispatchKeySet keys, Stack arguments) {
+  DirectOutputs out;
+  const NormOptions options = options_of<Op>(arguments.data());
+  if (!forward_directly<Op>(keys, arguments.data(), options, /*needs_statistics=*/true, out)) {
+    static const OperatorHandle op = find_operator(name_with_statistics<Op>());
+    const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+    call(op, &arguments);
+    out = {arguments[0].toTensor(), Tensor(), arguments[1].toTensor(), arguments[2].toTensor()};
+  }
+  return out;
 }
 
 }  // namespace fused_layernorm

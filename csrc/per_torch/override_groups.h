@@ -23,89 +23,52 @@ inline at::MemoryFormat pytorchs_format(const Tensor& x) {
   return keeps ? x.suggest_memory_format() : at::MemoryFormat::Contiguous;
 }
 
-inline bool takes_groups(const Tensor& x, int64_t groups, const OptionalTensor& weight,
-                         const OptionalTensor& bias, double eps, Beside beside) {
-  if (!is_known(x.scalar_type()) || x.dim() < 2 || groups < 1 || std::isnan(eps)) return false;
-  const int64_t channels = x.size(1);
-  return channels > 0 && channels % groups == 0 && takes_parameter(weight, x, {channels}, beside) &&
-         takes_parameter(bias, x, {channels}, beside);
-}
+// What group_norm is given.
+struct GroupsNorm {
+  using Op = GroupNorm;
+  const Tensor& x;
+  const int64_t groups;
+  const OptionalTensor &weight, &bias;
+  const double eps;
 
-// The arguments of group_norm.
-inline Stack group_arguments(const Tensor& x, int64_t groups, const OptionalTensor& weight,
-                             const OptionalTensor& bias, double eps) {
-  const auto value = [](const OptionalTensor& t) { return t ? value_of(*t) : IValue(); };
-  Stack stack;
-  stack.reserve(GroupForward::kArguments);
-  torch::jit::push(stack, x, groups, IValue(), IValue(), value(weight), value(bias), eps, IValue(),
-                   1.0, IValue());
-  return stack;
-}
-
-// The result of a call that asks for our kernels, as a negative number of groups does.
-inline Tensor groups_by_operator(const Tensor& x, int64_t groups, const OptionalTensor& weight,
-                                 const OptionalTensor& bias, double eps) {
-  static const OperatorHandle op = find_operator("group_norm");
-  const bool autocast = at::autocast::is_autocast_enabled(x.device().type());
-  TORCH_CHECK_VALUE(takes_groups(x, groups, weight, bias, eps,
-                                 autocast ? Beside::kAnyFloat : Beside::kSameOrFloat),
-                    "the kernels do not take such a norm");
-  Stack stack = group_arguments(x, groups, weight, bias, eps);
-  op.callBoxed(stack);
-  return stack[0].toTensor();
-}
-
-// Our result of a call at an Autograd or Autocast key, undefined if the call is not taken.
-template <c10::DeviceType device, bool kUnderAutocast>
-Tensor group_norm_of(DispatchKeySet keys, const Tensor& x, int64_t given,
-                     const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
-  Override& entry = override_of<device>();
-  const bool asked = given < 0;
-  if (!(asked || entry.is_on.load(std::memory_order_relaxed))) return {};
-  const int64_t groups = asked ? -given : given;
-  const Beside beside = kUnderAutocast ? Beside::kAnyFloat
-                        : asked        ? Beside::kSameOrFloat
-                                       : Beside::kSame;
-  if (is_inside || !is_next(keys, kBackendKey<device>) ||
-      (kUnderAutocast && x.scalar_type() == at::kDouble) ||
-      !takes_groups(x, groups, weight, bias, eps, beside)) {
-    return asked ? groups_by_operator(x, groups, weight, bias, eps) : Tensor();
+  bool takes_float() const { return false; }
+  bool is_taken(Beside beside) const {
+    if (!is_known(x.scalar_type()) || x.dim() < 2 || groups < 1 || std::isnan(eps)) return false;
+    const int64_t channels = x.size(1);
+    return channels > 0 && channels % groups == 0 &&
+           takes_parameter(weight, x, {channels}, beside) &&
+           takes_parameter(bias, x, {channels}, beside);
   }
-  static const OperatorHandle op = find_operator("group_norm");
-  Stack stack =
-      group_arguments(asked ? x : x.contiguous(pytorchs_format(x)), groups, weight, bias, eps);
-  const Taken guard(entry);
-  naming_out_of_memory([&] {
-    if (kUnderAutocast) {
-      autocast<GroupForward>(op, keys, &stack);
-    } else {
-      differentiate_forward<GroupForward, false>(op, keys, &stack);
-    }
-  });
-  return stack[0].toTensor();
-}
+  Tensor pytorchs_input() const { return x.contiguous(pytorchs_format(x)); }
+  Stack arguments(const Tensor& input) const {
+    Stack stack;
+    stack.reserve(Op::kArguments);
+    torch::jit::push(stack, input, groups, IValue(), IValue(), value_of(weight), value_of(bias),
+                     eps, IValue(), 1.0, IValue());
+    return stack;
+  }
+};
 
+// A call asks for our kernels by a negative number of groups.
 template <c10::DeviceType device, bool kUnderAutocast>
 Tensor group_norm(DispatchKeySet keys, const Tensor& x, int64_t groups,
                   const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                   bool cudnn_enabled) {
-  const Tensor y = group_norm_of<device, kUnderAutocast>(keys, x, groups, weight, bias, eps);
-  if (y.defined()) return y;
-  if (!kUnderAutocast) {
-    static const OperatorHandle op = aten("group_norm");
-    return at::_ops::group_norm::redispatch(below<device>(op, keys), x, groups, weight, bias, eps,
-                                            cudnn_enabled);
+  const bool asked = groups < 0;
+  if (asked || is_on<device>()) {
+    const GroupsNorm norm = {x, asked ? -groups : groups, weight, bias, eps};
+    const Tensor y = by_kernel<device, kUnderAutocast>(keys, norm, asked);
+    if (y.defined()) return y;
   }
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCUDA);
-  return at::group_norm(as_autocast_casts(x), groups, as_autocast_casts(weight),
-                        as_autocast_casts(bias), eps, cudnn_enabled);
+  return by_pytorch<at::_ops::group_norm, device, kUnderAutocast>(keys, x, groups, weight, bias,
+                                                                  eps, cudnn_enabled);
 }
 
 // What inference mode leads to, as for layer_norm.
 inline Tensor select_group_norm(DispatchKeySet keys, const Tensor& x, int64_t groups,
                                 const OptionalTensor& weight, const OptionalTensor& bias,
                                 double eps, bool cudnn_enabled) {
-  if (x.is_cuda() && groups < 0) return groups_by_operator(x, -groups, weight, bias, eps);
+  if (x.is_cuda() && groups < 0) return by_operator(GroupsNorm{x, -groups, weight, bias, eps});
   return at::_ops::group_norm::redispatch(keys & kBelowSelect, x, groups, weight, bias, eps,
                                           cudnn_enabled);
 }
@@ -120,28 +83,18 @@ inline bool is_native_input(const Tensor& x, int64_t samples, int64_t channels, 
 
 // native_group_norm(x, weight, bias, N, C, HxW, groups, eps), whose statistics have x's type.
 inline bool take_group_forward(DispatchKeySet keys, Stack* stack, Override& entry) {
-  using Op = GroupForward;
   constexpr size_t kCount = 8;
   const IValue* const a = stack->data() + stack->size() - kCount;
   const Tensor& given = a[0].toTensor();
   const OptionalTensor weight = optional_of(a[1]), bias = optional_of(a[2]);
-  const int64_t groups = a[6].toInt();
-  const double eps = a[7].toDouble();
-  if (!takes_groups(given, groups, weight, bias, eps, Beside::kSame) ||
+  const GroupsNorm norm = {given, a[6].toInt(), weight, bias, a[7].toDouble()};
+  if (!norm.is_taken(Beside::kSame) ||
       !is_native_input(given, a[3].toInt(), a[4].toInt(), a[5].toInt())) {
     return false;
   }
-  const Tensor x = given.contiguous(pytorchs_format(given));
-  auto arguments = group_arguments(x, groups, weight, bias, eps);
+  const Tensor x = norm.pytorchs_input();
   const Taken taken(entry);
-  DirectOutputs out;
-  if (!forward_directly<Op>(keys, arguments.data(), options_of<Op>(arguments.data()),
-                            /*needs_statistics=*/true, out)) {
-    static const OperatorHandle op = find_operator(Op::name(/*gives_statistics=*/true));
-    const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-    call(op, &arguments);
-    out = {arguments[0].toTensor(), Tensor(), arguments[1].toTensor(), arguments[2].toTensor()};
-  }
+  DirectOutputs out = with_statistics<GroupNorm>(keys, norm.arguments(x));
   const at::ScalarType type = x.scalar_type();
   torch::jit::drop(*stack, kCount);
   stack->emplace_back(std::move(out.y));
@@ -164,7 +117,7 @@ inline bool take_group_backward(Stack* stack, Override& entry) {
     return t.scalar_type() == type && t.device() == given.device() && t.dim() == 2 &&
            t.size(0) == samples && t.size(1) == groups;
   };
-  if (!takes_groups(given, groups, weight, {}, 0.0, Beside::kSame) ||
+  if (!GroupsNorm{given, groups, weight, kNoTensor, 0.0}.is_taken(Beside::kSame) ||
       !is_native_input(given, samples, channels, a[7].toInt()) || dy.scalar_type() != type ||
       dy.device() != given.device() || dy.sizes() != given.sizes() || !is_statistic(mean) ||
       !is_statistic(rstd) || (mask[1] && !(weight && weight->defined()))) {
@@ -181,7 +134,7 @@ inline bool take_group_backward(Stack* stack, Override& entry) {
   const SavedNorm saved = {dy,   x,       mean.to(wide), rstd.to(wide), weight.value_or(Tensor()),
                            bias, Tensor()};
   const Taken taken(entry);
-  GradientsOfNorm found = gradients_of<GroupForward>(saved, options, needs);
+  GradientsOfNorm found = gradients_of<GroupNorm>(saved, options, needs);
   torch::jit::drop(*stack, kCount);
   stack->emplace_back(std::move(found.dx));
   stack->emplace_back(std::move(found.dweight));

@@ -4,7 +4,7 @@ their Python half.
 
 Here are the formulas in PyTorch's operators, which compute calls off CUDA and are differentiated
 for higher orders, and what calls must satisfy. csrc/bindings/cuda has the operators on CUDA,
-csrc/per_torch autograd and autocast in C++; csrc/bindings/schemas.cpp says what they give.
+csrc/per_torch autograd and autocast in C++; csrc/call/schemas.h says what they give.
 """
 
 from __future__ import annotations

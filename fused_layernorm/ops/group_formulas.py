@@ -2,7 +2,7 @@
 """GroupNorm in PyTorch's operators, forward and backward, and what its calls must satisfy.
 
 input is (samples, channels, ...), and the channels of a sample form groups, each with a mean and a
-variance of its own. csrc/bindings/schemas.cpp says what the operators give.
+variance of its own. csrc/call/schemas.h says what the operators give.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the binary, which registers the operators, and names them.
 
-csrc/bindings/schemas.cpp holds the schemas and says what each operator gives. csrc/bindings/cuda
+csrc/call/schemas.h holds the schemas and says what each operator gives. csrc/bindings/cuda
 registers the CUDA kernels; the other files of this folder register the rest.
 """
 

@@ -26,7 +26,7 @@ from . import load
 class Arguments:
     """One call of a norm: what a function describes once, by `describe`, and all layers below read.
 
-    The fields are the arguments of the forward operators' schemas (csrc/bindings/schemas.cpp), by
+    The fields are the arguments of the forward operators' schemas (csrc/call/schemas.h), by
     name; what an operator does not take has its default. (layer_norm's number `scale` is
     output_scale here, because `scale` is that of a modulation.) An argument that is added to a
     schema, here and to `describe` reaches every implementation.

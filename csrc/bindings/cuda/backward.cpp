@@ -6,7 +6,6 @@
 #include "bindings/cuda/checks.h"
 #include "bindings/cuda/modulation.h"
 #include "bindings/cuda/ops.h"
-#include "call/prepare.h"
 #include "call/types.h"
 
 namespace fused_layernorm {
@@ -26,14 +25,10 @@ void check(const BackwardArguments& a, const Shape& shape) {
                  "a gradient is asked for of a shift or scale that is not there");
   CHECK_ARGUMENT(!a.dresidual || a.dresidual->scalar_type() == a.x.scalar_type(),
                  "dresidual must be of x's dtype");
-  CHECK_ARGUMENT(!a.options.is_rms || a.mean.numel() == 0, "RMSNorm has no mean");
-  const ScalarType type = scalar_type(statistics_type(data_type(a.x.scalar_type())));
-  for (const Tensor* each : {&a.mean, &a.rstd}) {
-    if (a.options.is_rms && each == &a.mean) continue;
-    CHECK_ARGUMENT(
-        each->numel() == shape.rows && each->scalar_type() == type && is_beside(*each, a.x),
-        "mean and rstd must be those of the forward pass");
-  }
+  CHECK_ARGUMENT(!a.options.is_rms || a.mean->numel() == 0, "RMSNorm has no mean");
+  CHECK_ARGUMENT((a.options.is_rms || is_statistic(*a.mean, a.x, shape.rows)) &&
+                     is_statistic(a.rstd, a.x, shape.rows),
+                 "mean and rstd must be those of the forward pass");
 }
 
 ScalarType dparameter_type(const BackwardArguments& a) {
@@ -83,26 +78,21 @@ struct Outputs {
   }
 
   BackwardResult result(const BackwardArguments& a, const Tensor& dx) const {
-    BackwardResult found = {dx,
-                            cast(dweight, dparameter_type(a)),
-                            cast(dbias, dparameter_type(a)),
-                            dshift.result(),
-                            dscale.result(),
-                            dinput};
-    if (a.input) found.dgate = dgate.result();
-    return found;
+    const ScalarType type = dparameter_type(a);
+    return {dx,
+            dinput,
+            a.input ? std::optional(dgate.result()) : std::nullopt,
+            dshift.result(),
+            dscale.result(),
+            cast(dweight, type),
+            cast(dbias, type)};
   }
 };
 
 BackwardCall describe(const BackwardArguments& a, const Tensor& dx, const Groups& groups,
                       const Outputs& out) {
   BackwardCall call;
-  call.options = a.options;
-  call.weight = raw(a.weight);
-  call.bias = raw(a.bias);
-  call.shift = raw(a.shift);
-  call.scale = raw(a.scale);
-  call.gate = raw(a.gate);
+  describe(a, call);
   call.needs = a.needs;
   call.dy = raw(a.dy);
   call.x = raw(a.x);
@@ -122,7 +112,7 @@ BackwardCall describe(const BackwardArguments& a, const Tensor& dx, const Groups
 // reads them where they lie.
 BackwardArguments cast_to(const DataTypes& types, BackwardArguments a, const Shape& shape) {
   a.dy = cast(a.dy, scalar_type(types.y));
-  a.mean = contiguous_of(a.mean);
+  a.mean = contiguous_of(*a.mean);
   a.rstd = contiguous_of(a.rstd);
   a.weight = prepare_parameter(a.weight, scalar_type(types.weight));
   a.bias = prepare_parameter(a.bias, scalar_type(types.weight));
@@ -195,7 +185,7 @@ BackwardResult run_gate_apart(const BackwardArguments& a) {
   norm.needs.dinput = norm.needs.dgate = false;
   BackwardResult result = run_backward(norm);
   const auto [dinput, dgate] =
-      run_gate_backward(result.dx, *a.input, *a.gate, a.needs.dinput, a.needs.dgate);
+      run_gate_backward(*result.dx, *a.input, *a.gate, a.needs.dinput, a.needs.dgate);
   result.dinput = dinput;
   result.dgate = dgate;
   if (!a.needs.dx) result.dx = none(a.x, a.x.scalar_type());
@@ -259,22 +249,36 @@ std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& i
   GroupGradient dgate(needs_dgate, given_gate, groups, input);
   Tensor dinput =
       needs_dinput ? empty_like(input, scalar_type(summand)) : none(input, input.scalar_type());
-  GateCall call;
-  call.dgate = dgate.allocate(types.weight, statistics_type(x));
+  PreparedGate prepared;
+  prepared.types = types;
+  GateParams& params = prepared.params;
+  params.dgate = dgate.allocate(types.weight, statistics_type(x));
   if (shape.empty()) {
     dgate.fill_with_zeros();
   } else if (needs_dinput || needs_dgate) {
     const Tensor sum = with_rows(cast(dsum, scalar_type(x)), shape.leading);
     const Tensor rows = with_rows(cast(input, scalar_type(summand)), shape.leading);
     const auto read = prepare_modulation(given_gate, types.weight, input, shape.leading);
-    call.dsum = raw(sum);
-    call.input = raw(rows);
-    call.gate = raw(read);
-    call.group_rows = groups.rows;
-    call.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;
-    call.dgate_is_wide = dgate.is_wide;
-    PreparedGate prepared;
-    CHECK_ARGUMENT(prepare(call, device_of(input), prepared), "no kernel takes this gate");
+    const auto gate_rows = rows_in_place(raw(read), raw(rows), shape.leading);
+    Problem problem;
+    problem.aligned = are_aligned(types, shape.cols);
+    const bool is_ready =
+        gate_rows &&
+        place_rows(raw(sum), shape.leading, params.dsum, params.dsum_rows, problem.aligned) &&
+        place_rows(raw(rows), shape.leading, params.input, params.input_rows, problem.aligned);
+    CHECK_ARGUMENT(is_ready, "no kernel takes this gate");
+    check_has_kernels(types);
+    params.gate = read->const_data_ptr();
+    params.gate_rows = *gate_rows;
+    params.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;
+    params.dgate_is_wide = dgate.is_wide;
+    problem.rows = params.rows = shape.rows;
+    problem.cols = params.cols = static_cast<int32_t>(shape.cols);
+    problem.group_rows = params.group_rows = groups.rows;
+    problem.x = types.x;
+    problem.needs_dparams = needs_dgate;
+    problem.modulated = true;
+    prepared.plan = backward::Gate::make(problem, device_of(input));
     const Workspace workspace(input, prepared.workspace_bytes());
     launch(prepared, workspace.data(), current_stream(input));
   }

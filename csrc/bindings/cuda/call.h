@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A call of an operator, as the dispatcher makes it: its arguments, in the order of its schema
-// (bindings/schemas.cpp), give place to its results. An argument is read once. And the launch of a
-// norm that an operator has described.
+// (call/schemas.h), give place to its results. An argument is read once.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -11,7 +10,6 @@
 #include <string>
 
 #include "bindings/cuda/tensors.h"
-#include "call/prepare.h"
 
 namespace fused_layernorm __attribute__((visibility("hidden"))) {
 
@@ -60,14 +58,5 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     const uint64_t arguments_, results_;
     uint64_t read_ = 0;
   };
-
-  // Plans and launches a norm that is described, on x's device; throws if no kernel takes it.
-  template <typename Prepared, typename NormOf>
-  void prepare_and_launch(const NormOf& call, const Tensor& x) {
-    Prepared prepared;
-    CHECK_ARGUMENT(prepare(call, device_of(x), prepared), "no kernel takes this call");
-    const Workspace workspace(x, prepared.workspace_bytes());
-    launch(prepared, call, workspace.data(), current_stream(x));
-  }
 
 }  // namespace fused_layernorm

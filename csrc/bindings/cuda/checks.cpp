@@ -4,6 +4,8 @@
 
 #include <cmath>
 
+#include "call/types.h"
+
 namespace fused_layernorm {
 
 Shape::Shape(const Tensor& x, int64_t normalized_ndim) : leading(x.dim() - normalized_ndim) {
@@ -38,6 +40,12 @@ void check_shape(const Tensor& tensor, const char* name, const Tensor& x, int64_
 void check_shape(const std::optional<Tensor>& tensor, const char* name, const Tensor& x,
                  int64_t first_dim) {
   if (tensor) check_shape(*tensor, name, x, first_dim);
+}
+
+bool is_statistic(const Tensor& tensor, const Tensor& x, int64_t count) {
+  const DataType type = statistics_type(data_type(x.scalar_type()));
+  return tensor.numel() == count && tensor.scalar_type() == scalar_type(type) &&
+         is_beside(tensor, x);
 }
 
 std::optional<ScalarType> type_of_parameters(const std::optional<Tensor>& weight,

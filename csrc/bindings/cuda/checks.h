@@ -29,6 +29,10 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   void check_shape(const std::optional<Tensor>& tensor, const char* name, const Tensor& x,
                    int64_t first_dim);
 
+  // Whether a tensor can be a statistic of x: on its device, in the arithmetic's type, of so many
+  // numbers.
+  bool is_statistic(const Tensor& tensor, const Tensor& x, int64_t count);
+
   // The type of weight and bias, std::nullopt without either. Throws if their types differ.
   std::optional<ScalarType> type_of_parameters(const std::optional<Tensor>& weight,
                                                const std::optional<Tensor>& bias);

@@ -4,14 +4,12 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 #include <vector>
 
 #include "bindings/cuda/checks.h"
 #include "bindings/cuda/modulation.h"
 #include "bindings/cuda/ops.h"
-#include "call/prepare.h"
 #include "call/types.h"
 
 namespace fused_layernorm {
@@ -42,16 +40,6 @@ ForwardTypes check(const ForwardArguments& a, const Shape& shape) {
                       rounds_xhat(a));
 }
 
-// A new tensor for mean or rstd. No kernel runs for rows without columns, so `of_no_columns` is
-// their statistic.
-Tensor new_statistic(const Tensor& x, const Shape& shape, ScalarType type, double of_no_columns) {
-  std::vector<int64_t> sizes(x.sizes().data(), x.sizes().data() + x.dim());
-  std::fill(sizes.begin() + shape.leading, sizes.end(), 1);
-  Tensor statistic = empty(x, sizes.data(), x.dim(), type);
-  if (shape.cols == 0) torch::stable::fill_(statistic, of_no_columns);
-  return statistic;
-}
-
 Tensor add(const Tensor& input, const std::optional<Tensor>& gate, const Tensor& residual,
            ScalarType type) {
   Tensor summand = cast(input, type);
@@ -67,12 +55,7 @@ Tensor new_y(const ForwardArguments& a, ScalarType type) {
 ForwardCall describe(const ForwardArguments& a, const Tensor& y, DataType rounded_to,
                      const ForwardResult& result) {
   ForwardCall call;
-  call.options = a.options;
-  call.weight = raw(a.weight);
-  call.bias = raw(a.bias);
-  call.shift = raw(a.shift);
-  call.scale = raw(a.scale);
-  call.gate = raw(a.gate);
+  describe(a, call);
   call.input = raw(a.input);
   call.residual = raw(a.residual);
   call.rounded_to = rounded_to;
@@ -153,12 +136,9 @@ ForwardResult run_forward(const ForwardArguments& a) {
   const ScalarType x = scalar_type(types.kernel.x);
   ForwardResult result{new_y(a, scalar_type(types.kernel.y))};
   if (a.needs_statistics) {
-    // PyTorch's kernels give these for rows without columns.
-    constexpr double kNoMean = 0.0, kNoRstd = std::numeric_limits<double>::quiet_NaN();
-    const ScalarType type = scalar_type(statistics_type(types.kernel.x));
-    result.mean =
-        a.options.is_rms ? none(a.input, type) : new_statistic(a.input, shape, type, kNoMean);
-    result.rstd = new_statistic(a.input, shape, type, kNoRstd);
+    std::vector<int64_t> sizes(a.input.sizes().data(), a.input.sizes().data() + a.input.dim());
+    std::fill(sizes.begin() + shape.leading, sizes.end(), 1);
+    new_statistics(a.input, sizes, types.kernel.x, a.options.is_rms, result);
   }
   ForwardArguments norm = a;
   if (types.adds_first) {

@@ -1,25 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators of schemas.cpp on CUDA, for callers in C++. One function runs all forward operators
-// of norms, one all backward operators but that of a gated sum alone.
+// The operators of norms on CUDA, for callers in C++, and what their families share. Each family
+// checks, casts and copies until the call is one that kernels take, then describes, prepares,
+// allocates and launches it.
 #pragma once
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "bindings/cuda/tensors.h"
+#include "call/prepare.h"
 
 namespace fused_layernorm __attribute__((visibility("hidden"))) {
 
-  struct ForwardArguments {
-    Tensor input;
-    std::optional<Tensor> residual = std::nullopt, weight = std::nullopt, bias = std::nullopt;
+  // What forward and backward have in common. An argument that an operator lacks is absent.
+  struct NormArguments {
+    std::optional<Tensor> weight = std::nullopt, bias = std::nullopt;
     std::optional<Tensor> shift = std::nullopt, scale = std::nullopt;
-    std::optional<Tensor> gate = std::nullopt;           // only beside a residual
-    std::optional<ScalarType> out_dtype = std::nullopt;  // input's, if absent
-    bool needs_statistics = true;
+    std::optional<Tensor> gate = std::nullopt;  // of rows: of a sum with a residual
     NormOptions options = {};
 
     bool is_modulated() const { return shift || scale || gate; }
+  };
+
+  struct ForwardArguments : NormArguments {
+    Tensor input;
+    std::optional<Tensor> residual = std::nullopt;
+    std::optional<ScalarType> out_dtype = std::nullopt;  // input's, if absent
+    bool needs_statistics = true;
   };
 
   struct ForwardResult {
@@ -29,31 +37,56 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
                                                                      // mean is of shape (0,)
   };
 
-  ForwardResult run_forward(const ForwardArguments& a);
-
-  struct BackwardArguments {
-    Tensor dy, x, mean, rstd;
-    std::optional<Tensor> weight = std::nullopt, bias = std::nullopt, dresidual = std::nullopt;
-    std::optional<Tensor> shift = std::nullopt, scale = std::nullopt;
+  struct BackwardArguments : NormArguments {
+    Tensor dy, x, rstd;
+    std::optional<Tensor> mean = std::nullopt;  // gated norms have none
+    std::optional<Tensor> dresidual = std::nullopt;
     // Of a gated sum x = residual + gate * input: both or neither.
-    std::optional<Tensor> input = std::nullopt, gate = std::nullopt;
+    std::optional<Tensor> input = std::nullopt;
     Needs needs = {};
-    NormOptions options = {};
-
-    bool is_modulated() const { return shift || scale || gate; }
   };
 
-  // A gradient that is not asked for is an empty tensor of shape (0,).
+  // A gradient that is not asked for is an empty tensor of shape (0,). One that the operator does
+  // not have may be absent.
   struct BackwardResult {
-    Tensor dx, dweight, dbias, dshift, dscale;
-    std::optional<Tensor> dinput = std::nullopt, dgate = std::nullopt;  // of a gated sum
+    std::optional<Tensor> dx, dinput, dgate, dshift, dscale, dweight, dbias;
   };
 
+  // Rows: all operators but those of groups and of gated norms.
+  ForwardResult run_forward(const ForwardArguments& a);
   BackwardResult run_backward(const BackwardArguments& a);
-
   // (dinput, dgate) from the gradient of residual + gate * input.
   std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& input,
                                                const Tensor& gate, bool needs_dinput,
                                                bool needs_dgate);
+
+  ForwardResult run_groups(const ForwardArguments& a);
+  BackwardResult run_groups(const BackwardArguments& a);
+
+  ForwardResult run_gated(const ForwardArguments& a);
+  BackwardResult run_gated(const BackwardArguments& a);
+
+  // ---- What the families share (registration.cpp)
+
+  void describe(const NormArguments& a, NormCall& call);
+
+  // New tensors of these sizes for mean and rstd, in the arithmetic's type. No kernel runs for x
+  // without elements: they then have what PyTorch's kernels give.
+  void new_statistics(const Tensor& x, const std::vector<int64_t>& sizes, DataType type,
+                      bool is_rms, ForwardResult& result);
+
+  // A new tensor for a parameter's gradient as a kernel writes it, in `type`, and where that is; of
+  // shape (0,) unless it is needed. `is_empty`: no kernel runs, and it is zero.
+  Tensor new_gradient(bool needed, const std::optional<Tensor>& parameter, ScalarType type,
+                      const Tensor& x, bool is_empty, void*& data);
+
+  // Plans and launches a norm that is described, on x's device; throws if no kernel takes it.
+  template <typename Prepared, typename NormOf>
+  void prepare_and_launch(const NormOf& call, const Tensor& x) {
+    Prepared prepared;
+    CHECK_ARGUMENT(prepare(call, device_of(x), prepared), "no kernel takes this call");
+    const Workspace workspace(x, prepared.workspace_bytes());
+    launch(prepared, call, workspace.data(), current_stream(x));
+  }
 
 }  // namespace fused_layernorm

@@ -1,9 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators of schemas.cpp on CUDA: each passes its arguments to a function of ops.h.
+// The operators of call/schemas.h on CUDA: each reads its arguments, whichever it has, and passes
+// them to its family's function of ops.h. Also what these functions share.
+#include <torch/csrc/stable/ops.h>
+
+#include <limits>
+#include <type_traits>
+
 #include "bindings/cuda/call.h"
 #include "bindings/cuda/ops.h"
 #include "bindings/driver.h"
 #include "call/arguments.h"
+#include "call/types.h"
 
 namespace fused_layernorm {
 namespace {
@@ -12,23 +19,47 @@ using MaybeTensor = std::optional<Tensor>;
 
 const Tensor* address_of(const MaybeTensor& tensor) { return tensor ? &*tensor : nullptr; }
 
-// (add_)(ada_)layer_norm, or the same with _forward, which gives the statistics.
+// Reads an optional tensor, if the operator has it.
+void read(Call& call, size_t position, MaybeTensor& into) {
+  if (position != kAbsent) into = call.at<MaybeTensor>(position);
+}
+
+template <class Op>
+void read_norm(Call& call, NormArguments& into) {
+  read(call, Op::kWeight, into.weight);
+  read(call, Op::kBias, into.bias);
+  read(call, Op::kShift, into.shift);
+  read(call, Op::kScale, into.scale);
+  if constexpr (Op::kGateIsOptional) {
+    read(call, Op::kGate, into.gate);
+  } else if constexpr (Op::kHasGate) {
+    into.gate = call.at<Tensor>(Op::kGate);
+  }
+  into.options = read_options<Op>(call);
+}
+
+template <class Op, typename Given>
+auto run(const Given& a) {
+  if constexpr (Op::kHasGroups) {
+    return run_groups(a);
+  } else if constexpr (Op::kHasGate && !Op::kGatesSum) {
+    return run_gated(a);
+  } else if constexpr (std::is_same_v<Given, ForwardArguments>) {
+    return run_forward(a);
+  } else {
+    return run_backward(a);
+  }
+}
+
 template <class Op, bool kGivesStatistics>
 void forward_operator(StableIValue* stack, uint64_t arguments, uint64_t results) {
   Call call(stack, arguments, results);
-  ForwardArguments a{call.at<Tensor>(Op::kInput)};
-  a.needs_statistics = kGivesStatistics;
+  ForwardArguments a{{}, call.at<Tensor>(Op::kInput)};
   if constexpr (Op::kHasResidual) a.residual = call.at<Tensor>(Op::kResidual);
-  if constexpr (Op::kHasGate) a.gate = call.at<MaybeTensor>(Op::kGate);
-  if constexpr (Op::kHasModulation) {
-    a.shift = call.at<MaybeTensor>(Op::kShift);
-    a.scale = call.at<MaybeTensor>(Op::kScale);
-  }
-  a.weight = call.at<MaybeTensor>(Op::kWeight);
-  a.bias = call.at<MaybeTensor>(Op::kBias);
+  read_norm<Op>(call, a);
   a.out_dtype = call.at<std::optional<ScalarType>>(Op::kOutDtype);
-  a.options = read_options<Op>(call);
-  const ForwardResult result = run_forward(a);
+  a.needs_statistics = kGivesStatistics;
+  const ForwardResult result = run<Op>(a);
   call.give({&result.y, address_of(result.residual_out), address_of(result.mean),
              address_of(result.rstd)});
 }
@@ -36,60 +67,67 @@ void forward_operator(StableIValue* stack, uint64_t arguments, uint64_t results)
 template <class Op>
 void backward_operator(StableIValue* stack, uint64_t arguments, uint64_t results) {
   Call call(stack, arguments, results);
-  BackwardArguments a{call.at<Tensor>(Op::kDy), call.at<Tensor>(Op::kX), call.at<Tensor>(Op::kMean),
-                      call.at<Tensor>(Op::kRstd)};
-  a.weight = call.at<MaybeTensor>(Op::kWeight);
-  a.bias = call.at<MaybeTensor>(Op::kBias);
-  a.dresidual = call.at<MaybeTensor>(Op::kDresidual);
-  a.needs.dx = call.flag(Op::kNeedsDx);
-  a.needs.dweight = call.flag(Op::kNeedsDweight);
-  a.needs.dbias = call.flag(Op::kNeedsDbias);
-  if constexpr (Op::kHasModulation) {
-    a.shift = call.at<MaybeTensor>(Op::kShift);
-    a.scale = call.at<MaybeTensor>(Op::kScale);
-    a.needs.dshift = call.flag(Op::kNeedsDshift);
-    a.needs.dscale = call.flag(Op::kNeedsDscale);
+  BackwardArguments a{
+      {}, call.at<Tensor>(Op::kDy), call.at<Tensor>(Op::kX), call.at<Tensor>(Op::kRstd)};
+  if constexpr (Op::kMean != kAbsent) a.mean = call.at<Tensor>(Op::kMean);
+  if constexpr (Op::kGatesSum) a.input = call.at<Tensor>(Op::kInput);
+  read(call, Op::kDresidual, a.dresidual);
+  read_norm<Op>(call, a);
+  for (const auto& [position, needed] : kNeedsFlags<Op>) {
+    if (position != kAbsent) a.needs.*needed = call.flag(position);
   }
-  if constexpr (Op::kHasGate) {
-    a.input = call.at<Tensor>(Op::kInput);
-    a.gate = call.at<Tensor>(Op::kGate);
-    a.needs.dinput = call.flag(Op::kNeedsDinput);
-    a.needs.dgate = call.flag(Op::kNeedsDgate);
-  }
-  a.options = read_options<Op>(call);
-  const BackwardResult n = run_backward(a);
-  call.give({&n.dx, address_of(n.dinput), address_of(n.dgate),
-             Op::kHasModulation ? &n.dshift : nullptr, Op::kHasModulation ? &n.dscale : nullptr,
-             &n.dweight, &n.dbias});
-}
-
-template <bool kWithModulation, bool kWithResidual>
-void register_forward(torch::stable::detail::StableLibrary& library) {
-  using Op = NormForward<kWithModulation, kWithResidual>;
-  library.impl(Op::name(false).c_str(), &forward_operator<Op, false>);
-  library.impl(Op::name(true).c_str(), &forward_operator<Op, true>);
-}
-
-template <bool kWithModulation, bool kWithGate>
-void register_backward(torch::stable::detail::StableLibrary& library) {
-  using Op = NormBackward<kWithModulation, kWithGate>;
-  library.impl(Op::kName, &backward_operator<Op>);
+  const BackwardResult n = run<Op>(a);
+  const auto given = [](size_t flag, const MaybeTensor& gradient) {
+    return flag == kAbsent ? nullptr : address_of(gradient);
+  };
+  call.give({given(Op::kNeedsDx, n.dx), given(Op::kNeedsDinput, n.dinput),
+             given(Op::kNeedsDgate, n.dgate), given(Op::kNeedsDshift, n.dshift),
+             given(Op::kNeedsDscale, n.dscale), given(Op::kNeedsDweight, n.dweight),
+             given(Op::kNeedsDbias, n.dbias)});
 }
 
 }  // namespace
 
+void describe(const NormArguments& a, NormCall& call) {
+  call.options = a.options;
+  call.weight = raw(a.weight);
+  call.bias = raw(a.bias);
+  call.shift = raw(a.shift);
+  call.scale = raw(a.scale);
+  call.gate = raw(a.gate);
+}
+
+void new_statistics(const Tensor& x, const std::vector<int64_t>& sizes, DataType type, bool is_rms,
+                    ForwardResult& result) {
+  const ScalarType of = scalar_type(statistics_type(type));
+  const auto statistic = [&](double of_nothing) {
+    Tensor made = empty(x, sizes.data(), static_cast<int64_t>(sizes.size()), of);
+    if (x.numel() == 0) torch::stable::fill_(made, of_nothing);
+    return made;
+  };
+  result.mean = is_rms ? none(x, of) : statistic(0.0);
+  result.rstd = statistic(std::numeric_limits<double>::quiet_NaN());
+}
+
+Tensor new_gradient(bool needed, const MaybeTensor& parameter, ScalarType type, const Tensor& x,
+                    bool is_empty, void*& data) {
+  if (!needed) return none(x, parameter ? parameter->scalar_type() : x.scalar_type());
+  Tensor result = empty_like(*parameter, type);
+  if (is_empty) torch::stable::zero_(result);
+  data = result.mutable_data_ptr();
+  return result;
+}
+
 void register_cuda_kernels(torch::stable::detail::StableLibrary& library) {
-  register_forward<false, false>(library);
-  register_forward<false, true>(library);
-  register_forward<true, false>(library);
-  register_forward<true, true>(library);
-  register_backward<false, false>(library);
-  register_backward<true, false>(library);
-  register_backward<true, true>(library);
-  library.impl("gate_backward", TORCH_BOX(&run_gate_backward));
+  ForwardOperators::each([&](auto op) {
+    using Op = decltype(op);
+    library.impl(Op::kName, &forward_operator<Op, false>);
+    library.impl(name_with_statistics<Op>().c_str(), &forward_operator<Op, true>);
+  });
+  BackwardOperators::each(
+      [&](auto op) { library.impl(op.kName, &backward_operator<decltype(op)>); });
+  library.impl(schemas::GateBackward::kName, TORCH_BOX(&run_gate_backward));
   register_head_kernels(library);
-  register_group_kernels(library);
-  register_gated_kernels(library);
 }
 
 }  // namespace fused_layernorm
