@@ -82,7 +82,7 @@ def check(p, sizes, problem):
         # All blocks are resident at once, and a warp waits only for what comes.
         assert p["blocks"] <= chip["sms"]
         assert p["blocks"] % blocks == 0
-        assert p["slots"] == p["lag"] + 3
+        assert p["slots"] == p["lag"] + (2 if problem["backward"] else 3)
         assert of_warp - 1 <= p["lag"] <= 7 * of_warp - 1
         assert of_warp <= 5
     else:

@@ -233,9 +233,10 @@ def _strategy(c, *, backward):
 KERNELS = [
     (of((3, 64, 40, 40), 8, (BF16, None), activation="silu"), "held", "held"),
     (of((3, 64, 56, 56), 8, (BF16, None), activation="silu"), "held", "held"),  # of two blocks
-    (of((2, 160, 64, 64), 8, (BF16, None), activation="silu"), "held", "tiles"),  # of eight
+    (of((2, 160, 64, 64), 8, (BF16, None), activation="silu"), "held", "split"),  # of eight
+    (of((2, 144, 64, 64), 8, (BF16, None), activation="silu"), "held", "tiles"),
     (of((2, 320, 32, 32), 8, (BF16, F32), activation="silu", modulation="both"), "held", "tiles"),
-    (of((2, 80, 128, 128), 8, (BF16, None), activation="silu"), "split", "tiles"),
+    (of((2, 80, 128, 128), 8, (BF16, None), activation="silu"), "split", "split"),
     (of((1, 128, 128, 128), 8, (BF16, None), activation="silu"), "split", "split"),
     (of((2, 128, 128, 128), 8, (F32, None), activation="gelu"), "split", "split"),
     (of((1, 32, 512, 512), 8, (F16, F32), activation="silu"), "split", "split"),
