@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import arguments, formulas, load
-from .formulas import acc_dtype, activate, affine, modulate, shifted, to
+from .formulas import acc_dtype, activate, activate_backward, affine, modulate, shifted, to
 from .operators import Arguments, BackwardArguments, Gradients, Results, implementations
 
 _aten = torch.ops.aten
@@ -87,19 +87,6 @@ def _takes_half(x: Tensor, normalized_shape: torch.Size) -> bool:
     return x.is_cpu and x.dtype in arguments.HALF and math.prod(normalized_shape) > 2
 
 
-def _activate_backward(da: Tensor, z: Tensor, activation: str) -> Tensor:
-    match activation:
-        case "gelu":
-            return _aten.gelu_backward(da, z)
-        case "gelu_tanh":
-            return _aten.gelu_backward(da, z, approximate="tanh")
-        case "silu":
-            return _aten.silu_backward(da, z)
-        case "relu":
-            return _aten.threshold_backward(da, z, 0)
-    raise ValueError(activation)
-
-
 def backward(b: BackwardArguments) -> Gradients:
     """What the backward operators give."""
     arguments.check_backward(b)
@@ -120,7 +107,7 @@ def backward(b: BackwardArguments) -> Gradients:
     if b.output_scale != 1.0:
         dz = dz * b.output_scale
     if b.activation is not None:
-        dz = _activate_backward(dz, affine(centered * b.rstd, weight, bias), b.activation)
+        dz = activate_backward(dz, affine(centered * b.rstd, weight, bias), b.activation)
     dshift, dscale = formulas.modulation_gradients(
         b, dz, lambda: affine(centered * b.rstd, weight, bias)
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import arguments, composite, formulas, load
 from .arguments import refuse
 from .family import Family, implement
-from .formulas import acc_dtype, activate, affine, shifted, slope, to
+from .formulas import acc_dtype, activate, activate_backward, affine, shifted, to
 from .operators import Arguments, Needs, describe
 from .operators import BackwardArguments as OfNorm
 
@@ -136,7 +136,7 @@ def gradients(*args: Any) -> tuple[Tensor, ...]:
         dgate = du * x if b.gate_first else None
     if b.needs_dgate:
         dgate = dy * affine(flat, weight, bias) if dgate is None else dgate
-        dgate = dgate * slope(gate, b.gate_activation)
+        dgate = activate_backward(dgate, gate, b.gate_activation)
     if b.needs_dweight and b.weight is not None:
         dweight = formulas.sum_to(dz * flat, b.weight.shape)
     if b.needs_dbias and b.bias is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import arguments, composite
 from .arguments import HALF, refuse
-from .formulas import acc_dtype, activate, affine, laid_out, modulate, slope
+from .formulas import acc_dtype, activate, activate_backward, affine, laid_out, modulate
 
 _aten = torch.ops.aten
 
@@ -217,7 +217,7 @@ def gradients(*args: Any) -> tuple[Tensor, ...]:
     )
     dz = b.dy.to(acc) * b.output_scale
     if b.activation is not None:
-        dz = dz * slope(_map(b, flat), b.activation)
+        dz = activate_backward(dz, _map(b, flat), b.activation)
     dshift = dscale = dweight = dbias = dx = None
     if b.needs_dshift and b.shift is not None:
         dshift = _sum_to(dz, b.shift)
