@@ -60,14 +60,11 @@ def forward(a: Arguments) -> Results:
 
 def _forward_in_place(a: Arguments) -> Results:
     """A LayerNorm that reads x where it lies; PyTorch's layer_norm would read a contiguous copy."""
-    acc, dims = acc_dtype(a.input.dtype), tuple(range(-a.normalized_ndim, 0))
+    acc = acc_dtype(a.input.dtype)
     x = a.input.to(acc)
-    mean = x.mean(dims, keepdim=True)
-    mean = mean + (x - mean).mean(dims, keepdim=True)  # a large mean takes its digits from the sum
-    centered = x - mean
-    rstd = (centered.square().mean(dims, keepdim=True) + a.eps).rsqrt()
+    mean, xhat, rstd = formulas.normalized(x, a.normalized_ndim, a.eps, False, corrects_mean=True)
     weight, bias = shifted(a.weight, a.weight_offset, acc), to(a.bias, acc)
-    y = _epilogue(a, affine(centered * rstd, weight, bias))
+    y = _epilogue(a, affine(xhat, weight, bias))
     return Results(formulas.laid_out(y, a.input, True), None, mean, rstd)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from . import autocast, load
+from . import autocast, fakes, load
 from .autograd import (
     Function,
     apply,
@@ -29,6 +29,7 @@ from .autograd import (
     needs_grad,
     redispatch,
 )
+from .formulas import results
 from .operators import describe
 from .vmap import one_by_one, to_front
 
@@ -47,6 +48,7 @@ class Family:
     gradients: Callable[..., Outputs]  # backward's results, of its arguments
     least_ndim: int = 1  # of input
     folds: bool = False  # whether a batch of vmap belongs to the first dimension, or precedes it
+    keeps_order: bool = False  # whether dx has the strides of torch.empty_like(x)
     statistic: str = "layer"  # the norm whose autocast this is
 
     plain: OpOverload = field(init=False)
@@ -220,9 +222,18 @@ def implement(
     forward: Callable[..., Outputs],
     backward: Callable[..., Outputs],
     fake: Callable[..., Outputs],
-    fake_backward: Callable[..., Outputs],
 ) -> None:
     """Registers an implementation for every device, one without data, and vmap."""
+
+    def fake_backward(*args: Any) -> Outputs:
+        b = family.BackwardCall(*args)  # not checked, as with norms
+        found = [
+            None
+            if tensor is None or not needed
+            else fakes._like(tensor, tensor.dtype, family.keeps_order and tensor is b.x)
+            for tensor, needed in zip(b.differentiated, b.needs, strict=True)
+        ]
+        return results(found, b.differentiated, b.x)
 
     def first(implementation: Callable[..., Outputs]) -> Callable[..., Tensor]:
         return lambda *args: implementation(*args)[0]

@@ -131,12 +131,38 @@ def _centered(x: Tensor, normalized_ndim: int, is_rms: bool) -> tuple[Tensor, Te
 
 
 def normalized(
-    x: Tensor, normalized_ndim: int, eps: float, is_rms: bool
+    x: Tensor, normalized_ndim: int, eps: float, is_rms: bool, *, corrects_mean: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean, xhat and rstd of x in the arithmetic's dtype."""
+    """The mean, xhat and rstd of x in the arithmetic's dtype.
+
+    A large mean takes its digits from the sum: `corrects_mean` gives them back.
+    """
     mean, centered = _centered(x, normalized_ndim, is_rms)
+    if corrects_mean:
+        mean = mean + _mean(centered, normalized_ndim)
+        centered = x - mean
     rstd = (_mean(centered.square(), normalized_ndim) + eps).rsqrt()
     return mean, centered * rstd, rstd
+
+
+def normalized_again(
+    x: Tensor, normalized_ndim: int, rstd: Tensor, is_rms: bool
+) -> tuple[Tensor, Tensor]:
+    """xhat and rstd as functions of x in the arithmetic's dtype.
+
+    eps is no argument of backward: it follows from the forward pass's rstd, as 1 / rstd^2 - var.
+    """
+    _, centered = _centered(x, normalized_ndim, is_rms)
+    variance = _mean(centered.square(), normalized_ndim)
+    rstd = (variance + (rstd.pow(-2) - variance).detach()).rsqrt()
+    return centered * rstd, rstd
+
+
+def project(t: Tensor, xhat: Tensor, rstd: Tensor, normalized_ndim: int, is_rms: bool) -> Tensor:
+    """P t, where P is the derivative of xhat with respect to x: on each row a symmetric map."""
+    along = _mean(t * xhat, normalized_ndim)
+    centered = t if is_rms else t - _mean(t, normalized_ndim)
+    return torch.addcmul(centered, xhat, along, value=-1) * rstd
 
 
 def forward(a: Arguments) -> Results:
@@ -152,24 +178,6 @@ def forward(a: Arguments) -> Results:
     return Results(y.to(a.y_dtype), residual_out, mean, rstd)
 
 
-def _normalized(b: BackwardArguments, acc: torch.dtype) -> tuple[Tensor, Tensor]:
-    """xhat and rstd as functions of x.
-
-    eps is no argument of backward: it follows from the forward pass's rstd, as 1 / rstd^2 - var.
-    """
-    _, centered = _centered(b.x.to(acc), b.normalized_ndim, b.is_rms)
-    variance = _mean(centered.square(), b.normalized_ndim)
-    rstd = (variance + (b.rstd.pow(-2) - variance).detach()).rsqrt()
-    return centered * rstd, rstd
-
-
-def _project(b: BackwardArguments, t: Tensor, xhat: Tensor, rstd: Tensor) -> Tensor:
-    """P t, where P is the derivative of xhat with respect to x: on each row a symmetric map."""
-    along = _mean(t * xhat, b.normalized_ndim)
-    centered = t if b.is_rms else t - _mean(t, b.normalized_ndim)
-    return torch.addcmul(centered, xhat, along, value=-1) * rstd
-
-
 def of_affine(
     b: BackwardArguments,
     dz: Tensor,
@@ -182,7 +190,8 @@ def of_affine(
     dx = dweight = dbias = None
     leading = tuple(range(sum_from, b.x.dim() - b.normalized_ndim))
     if b.needs.dx:
-        dx = _project(b, dz if weight is None else dz * weight, xhat, rstd)
+        g = dz if weight is None else dz * weight
+        dx = project(g, xhat, rstd, b.normalized_ndim, b.is_rms)
         dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype)
     if b.needs.dweight:
         dweight = dz * xhat
@@ -199,7 +208,7 @@ def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
     of xhat counts as the identity.
     """
     acc = acc_dtype(b.x.dtype)
-    xhat, rstd = _normalized(b, acc)
+    xhat, rstd = normalized_again(b.x.to(acc), b.normalized_ndim, b.rstd, b.is_rms)
     weight, bias = shifted(b.weight, b.weight_offset, acc), to(b.bias, acc)
     dz = b.dy.to(acc) * b.output_scale
     if b.activation is not None:
@@ -236,3 +245,17 @@ def gate_backward(
     if needs_dgate:
         dgate = sum_to(d * input.to(acc), gate.shape).to(gate.dtype)
     return dinput, dgate
+
+
+def results(
+    gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None], x: Tensor
+) -> tuple[Tensor, ...]:
+    """What a backward operator gives: the gradients of these tensors in their dtypes.
+
+    An empty tensor is given for no gradient; x's dtype counts for a tensor that is not there.
+    """
+    dtypes = [x.dtype if tensor is None else tensor.dtype for tensor in tensors]
+    return tuple(
+        x.new_empty(0, dtype=dtype) if gradient is None else gradient.to(dtype)
+        for gradient, dtype in zip(gradients, dtypes, strict=True)
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import arguments, composite, load
 from .arguments import HALF, name_of
 from .autograd import needs_grad
-from .formulas import acc_dtype, affine, normalized, shifted, to
+from .formulas import acc_dtype, affine, normalized, project, results, shifted, to
 
 STATISTICS = (*arguments.STATISTICS, None)
 MOST_KERNEL_COLS = load.operators._limit("head_cols")
@@ -148,28 +148,11 @@ def composite_forward(*args: Any) -> tuple[Tensor, Tensor]:
     return with_k(a, laid_out)
 
 
-class BackwardArguments(NamedTuple):
-    """One call of qk_norm_rope_backward, in the order of its schema."""
+_BackwardCall: Any = load.call_of(load.operators.qk_norm_rope_backward.default)
 
-    dq_out: Tensor
-    dk_out: Tensor | None
-    q: Tensor
-    k: Tensor | None
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
-    rotary_dim: int
-    seq_dim: int
-    eps: float
-    statistic: str | None
-    weight_offset: float
-    interleaved: bool
-    inverse: bool
-    needs_dweight: bool
-    needs_dbias: bool
+
+class BackwardArguments(_BackwardCall):  # type: ignore[misc]
+    """One call of qk_norm_rope_backward."""
 
     @property
     def forward(self) -> HeadArguments:
@@ -190,13 +173,7 @@ class BackwardArguments(NamedTuple):
         q, k = (*found, none)[:2]
         parameters = (self.q_weight, self.k_weight, self.q_bias, self.k_bias)
         laid_out = (q[0], k[0], q[1], k[1], q[2], k[2])
-        dtypes = (self.q.dtype,) * 2 + tuple(
-            self.q.dtype if parameter is None else parameter.dtype for parameter in parameters
-        )
-        return tuple(
-            self.q.new_empty(0, dtype=dtype) if gradient is None else gradient
-            for gradient, dtype in zip(laid_out, dtypes, strict=True)
-        )
+        return results(laid_out, (self.q, self.q, *parameters), self.q)
 
 
 def _backward(b: BackwardArguments) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
@@ -211,15 +188,13 @@ def _backward(b: BackwardArguments) -> list[tuple[Tensor, Tensor | None, Tensor 
         _, xhat, rstd = normalize(a, x, weight, None)
         wide = shifted(weight, a.weight_offset, acc)
         g = dz if wide is None else dz * wide
-        dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
-        if a.statistic == "layer":
-            dx = dx - g.mean(-1, keepdim=True)
+        dx = project(g, xhat, rstd, 1, a.statistic == "rms")
         dweight = dbias = None
         if weight is not None and b.needs_dweight:
-            dweight = (dz * xhat).sum((0, 1, 2)).to(weight.dtype)
+            dweight = (dz * xhat).sum((0, 1, 2))
         if bias is not None and b.needs_dbias:
-            dbias = dz.sum((0, 1, 2)).to(bias.dtype)
-        found.append((dx * rstd, dweight, dbias))
+            dbias = dz.sum((0, 1, 2))
+        found.append((dx, dweight, dbias))
     return found
 
 

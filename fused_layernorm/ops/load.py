@@ -55,7 +55,18 @@ def define_like(name: str, prefix: str) -> torch._ops.OpOverload:
 
 
 def call_of(operator: torch._ops.OpOverload) -> Any:
-    """The class of an operator's calls: a named tuple of the arguments of its schema."""
+    """The class of an operator's calls: a named tuple of the arguments of its schema.
+
+    A backward operator's calls have `differentiated`, the tensors whose gradients it gives, in the
+    order of its results, and `needs`, the flags needs_d... that say whether each is asked for.
+    """
     arguments = operator._schema.arguments
     defaults = [a.default_value for a in arguments if a.has_default_value()]
-    return namedtuple(operator._opname, [a.name for a in arguments], defaults=defaults)
+    call: Any = namedtuple(operator._opname, [a.name for a in arguments], defaults=defaults)  # type: ignore[misc]
+    flags = [a.name for a in arguments if a.name.startswith("needs_d")]
+    names = [flag.removeprefix("needs_d") for flag in flags]
+    members = {
+        "needs": property(lambda self: tuple(getattr(self, flag) for flag in flags)),
+        "differentiated": property(lambda self: tuple(getattr(self, name) for name in names)),
+    }
+    return type(operator._opname, (call,), members)
