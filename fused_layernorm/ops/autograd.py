@@ -272,25 +272,25 @@ def _gate_backward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     return redispatch(load.gate_backward, keyset, *args)
 
 
-def register(beside_library: bool) -> None:
-    """Registers these implementations, of the operators themselves or beside csrc/per_torch's.
+def register(implementations: dict[str, Callable[..., Any]], beside_library: bool) -> None:
+    """Registers these implementations by name: of the operators, or beside those of csrc/per_torch.
 
     Beside csrc/per_torch's autograd they belong to operators named _differentiable_..., which it
     calls for a derivative of a backward operator, and in forward mode.
     """
-    implementations: dict[str, Callable[..., Any]] = {
-        **{operator.name: _forward_implementation(operator) for operator in FORWARD},
-        **{
-            operator.name: backward_autograd(
-                operator.overload, operator.implemented_by(formulas.backward)
-            )
-            for operator in BACKWARD
-        },
-        "add_ada_layer_norm_backward": _gated_backward,
-        "gate_backward": _gate_backward,
-    }
     prefix = "_differentiable_" if beside_library else ""
     for name, implementation in implementations.items():
         if prefix:
             load.define_like(name, prefix)
         load.library.impl(prefix + name, implementation, "Autograd", with_keyset=True)
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    **{operator.name: _forward_implementation(operator) for operator in FORWARD},
+    **{
+        one.name: backward_autograd(one.overload, one.implemented_by(formulas.backward))
+        for one in BACKWARD
+    },
+    "add_ada_layer_norm_backward": _gated_backward,
+    "gate_backward": _gate_backward,
+}

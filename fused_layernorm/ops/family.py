@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from . import autocast, fakes, load
+from . import autocast, autograd, fakes, load
 from .autograd import (
     Function,
     apply,
@@ -248,22 +248,15 @@ def implement(
         torch.library.register_vmap(operator, rule)
 
 
-def register(family: Family) -> None:
+def register(family: Family, beside_library: bool) -> None:
     """Autograd and autocast: of the operators, or of the names that csrc/per_torch's calls."""
-    qualified = f"{load.NAMESPACE}::{family.name}"
-    beside_library = torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "Autograd")
-    gradients = backward_autograd(family.backward, family.gradients)
     implementations = {
         family.plain: _autograd(family, family.plain, lambda found: found[0]),
         family.forward: _autograd(family, family.forward, lambda found: found),
-        family.backward: gradients,
+        family.backward: backward_autograd(family.backward, family.gradients),
     }
-    prefix = "_differentiable_" if beside_library else ""
-    for operator, implementation in implementations.items():
-        name = operator._opname
-        if prefix:
-            load.define_like(name, prefix)
-        load.library.impl(prefix + name, implementation, "Autograd", with_keyset=True)
+    named = {operator._opname: one for operator, one in implementations.items()}
+    autograd.register(named, beside_library)
     if not beside_library:
         for operator in (family.plain, family.forward):
             for key in autocast.KEYS:

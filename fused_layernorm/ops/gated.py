@@ -165,10 +165,8 @@ def check(a: GatedArguments) -> None:
     arguments.check_tensor("gate", gate)
     arguments.check_device("gate", gate, "input", input)
     if gate.shape != input.shape:
-        raise RuntimeError(
-            f"expected gate of the shape of input, {list(input.shape)}, got shape "
-            f"{list(gate.shape)}"
-        )
+        expected = f"of the shape of input, {list(input.shape)}"
+        raise arguments.shape_error("gate", expected, gate)
     arguments.check(a.norm)
     check_activation(a.gate_activation)
     check_group_size(a.group_size or None, input.shape[-1])

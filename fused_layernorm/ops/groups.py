@@ -231,10 +231,8 @@ def check(a: GroupArguments) -> None:
     arguments.check_tensor("input", input)
     check_groups(a.num_groups)
     if input.dim() < 2:
-        raise RuntimeError(
-            "expected input of at least two dimensions, (samples, channels, ...), got shape "
-            f"{list(input.shape)}"
-        )
+        expected = "of at least two dimensions, (samples, channels, ...)"
+        raise arguments.shape_error("input", expected, input)
     channels = input.shape[1]
     if channels % a.num_groups != 0:
         raise RuntimeError(
@@ -248,26 +246,17 @@ def check(a: GroupArguments) -> None:
         arguments.check_device(name, parameter, "input", input)
         if name in ("weight", "bias"):
             if parameter.shape != (channels,):
-                raise RuntimeError(
-                    f"expected {name} of shape {[channels]}, a number for each channel of input, "
-                    f"got shape {list(parameter.shape)}"
-                )
+                expected = f"of shape {[channels]}, a number for each channel of input"
+                raise arguments.shape_error(name, expected, parameter)
         elif parameter.shape[:2] != input.shape[:2] or any(n != 1 for n in parameter.shape[2:]):
-            raise RuntimeError(
-                f"expected {name} of shape {list(input.shape[:2])}, a number for each channel of "
-                "each sample, which sizes of 1 may follow, got shape "
-                f"{list(parameter.shape)}"
+            expected = (
+                f"of shape {list(input.shape[:2])}, a number for each channel of each sample, "
+                "which sizes of 1 may follow"
             )
+            raise arguments.shape_error(name, expected, parameter)
         if parameter.dtype not in allowed:
             raise arguments.dtype_error(name, parameter, allowed, "input", [input.dtype])
-    if a.weight is not None and a.bias is not None and a.weight.dtype != a.bias.dtype:
-        raise RuntimeError(
-            "expected weight and bias of one dtype, got "
-            f"{arguments.name_of(a.weight.dtype)} and {arguments.name_of(a.bias.dtype)}"
-        )
-    arguments.check_number("eps", a.eps)
-    if a.eps != a.eps:  # NaN, of a float that Dynamo may trace
-        raise ValueError("expected eps to be a number, got nan")
+    arguments.check_common(a.weight, a.bias, a.eps)
     arguments.check_options(a.activation, a.output_scale, a.out_dtype, ACTIVATIONS)
 
 

@@ -230,10 +230,11 @@ def check(a: HeadArguments) -> None:
         name, prefix = (q, "") if a.k is None else (side, f"{side}_")
         arguments.check_tensor(name, x)
         if x.dim() != 4:
-            raise RuntimeError(
-                f"expected {name} of four dimensions, (batch, positions, heads, columns) or with "
-                f"seq_dim=2 (batch, heads, positions, columns), got shape {list(x.shape)}"
+            expected = (
+                "of four dimensions, (batch, positions, heads, columns) or with seq_dim=2 (batch, "
+                "heads, positions, columns)"
             )
+            raise arguments.shape_error(name, expected, x)
         if side == "k":
             _check_beside_q(a, x)
         for what, parameter in ((f"{prefix}weight", weight), (f"{prefix}bias", bias)):
@@ -243,10 +244,8 @@ def check(a: HeadArguments) -> None:
             if a.statistic is None:
                 raise ValueError(f"expected no {what} beside statistic None, got one")
             if parameter.shape != x.shape[3:]:
-                raise RuntimeError(
-                    f"expected {what} of shape {[x.shape[3]]}, the size of a head, "
-                    f"got shape {list(parameter.shape)}"
-                )
+                expected = f"of shape {[x.shape[3]]}, the size of a head"
+                raise arguments.shape_error(what, expected, parameter)
             _check_device_and_dtype(what, parameter, q, a.q)
         if a.weight_offset != 0 and a.statistic is not None and weight is None:
             raise ValueError(
@@ -310,12 +309,11 @@ def _check_angles(a: HeadArguments) -> None:
             and (angles.dim() == 2 or shape[0] in (1, batch))
         )
         if not fits:
-            raise RuntimeError(
-                f"expected {name} of shape (positions, n) or (batch, positions, n), with "
-                f"{positions} positions, batch {batch}{'' if batch == 1 else ' or 1'}, and n "
-                f"{rotary // 2} or {rotary}, "
-                f"got shape {shape}"
+            expected = (
+                f"of shape (positions, n) or (batch, positions, n), with {positions} positions, "
+                f"batch {batch}{'' if batch == 1 else ' or 1'}, and n {rotary // 2} or {rotary}"
             )
+            raise arguments.shape_error(name, expected, angles)
         beside = "input" if a.k is None else "q"
         _check_device_and_dtype(name, angles, beside, a.q, may_be_float32=True)
     if cos.shape[-1] != sin.shape[-1] or cos.dtype != sin.dtype:
