@@ -80,10 +80,7 @@ def group_norm(
         of input, where its elements lie without gaps. (``torch.nn.functional.group_norm``, which
         serves plain calls on the CPU, gives contiguous or channels_last tensors.)
 
-    Raises:
-        TypeError, ValueError, RuntimeError: the message says in one sentence what was expected and
-            what was given. A dtype or layout that is not supported raises NotImplementedError, a
-            RuntimeError.
+    The errors are those of :func:`layer_norm`.
     """
     is_bare = activation is None and out_dtype is None and not _is_compiling()
     if is_bare and type(scale) is float and scale == 1.0:
