@@ -7,19 +7,16 @@ constructor and no other method; it reads weight, bias and eps from that module.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import inspect
+import types
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from . import stock
 from .functional import layer_norm
-from .ops import head_formulas
 from .stock import are_supported, norm_is_supported
 from .swap import rms, rotations, source
 from .swap.rotations import Rotation
@@ -82,9 +79,9 @@ class RMSNormGated(nn.Module):
 class RotaryPosEmb(nn.Module):
     """Forward of transformers' functions ``apply_rotary_pos_emb``, hub name ``rotary_pos_emb``.
 
-    `kernels` makes a module of such a function. A trial of it on a few numbers, at the first call,
-    tells which columns are pairs and where cos and sin have their values. A function that computes
-    something else, and a call that the kernels do not take, keep the own forward.
+    `kernels` makes a module of such a function. The function's source tells which columns are pairs
+    and where cos and sin have their values. A function whose source is not known, and a call that
+    the kernels do not take, keep the own forward.
     """
 
     has_backward = True
@@ -102,89 +99,41 @@ class RotaryPosEmb(nn.Module):
         return found
 
 
-@contextlib.contextmanager
-def _unseen() -> Iterator[None]:
-    """For a trial: no mode sees it, and torch.jit.trace, which an error in it would crash."""
-    C: Any = torch._C
-    tracing = C._get_tracing_state()
-    C._set_tracing_state(None)
-    try:
-        with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            yield
-    finally:
-        C._set_tracing_state(tracing)
+def _once(read: Any) -> Any:
+    """What is read of a class, once for each forward of the class; it keeps no class alive."""
+    known: Any = weakref.WeakKeyDictionary()
 
+    @functools.wraps(read)
+    def found(cls: Any) -> Any:
+        of, result = known.get(cls, (None, None))
+        if of is None or of() is not cls.forward:
+            result = read(cls)
+            known[cls] = weakref.ref(cls.forward), result
+        return result
 
-def _once(trial: Any) -> Any:
-    """A trial of a class, made once for each forward of the class; it keeps no class alive."""
-    tried: Any = weakref.WeakKeyDictionary()
-
-    @functools.wraps(trial)
-    def found(cls: Any, *args: Any) -> Any:
-        forward = cls.forward
-        read, results = tried.get(cls, (None, {}))
-        if read is None or read() is not forward:
-            results = {}
-            tried[cls] = weakref.ref(forward), results
-        if args not in results:
-            results[args] = trial(cls, *args)
-        return results[args]
-
-    found.tried = tried  # type: ignore[attr-defined]
+    found.known = known  # type: ignore[attr-defined]
     return found
 
 
 def _rotation(cls: Any) -> Rotation | None:
     """What the forward of a module that `kernels` made of a function rotates by, if it is known."""
-    return _tried_rotation(cls)
+    return _read_rotation(cls)
 
 
 _rotation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @_once
-def _tried_rotation(cls: Any) -> Rotation | None:
-    numbers = [(7 * i + 3) % 43 / 16 - 1.3 for i in range(96)]
-    with _unseen():
-        q = torch.tensor(numbers, device="cpu").view(2, 3, 2, 8)
-        module = cls.__new__(cls)
-        nn.Module.__init__(module)
-        for rotation in (
-            Rotation(),
-            Rotation(interleaved=True),
-            Rotation(interleaved=True, once=True),
-        ):
-            is_known = []
-            for size in (8, 4):  # all columns are rotated, and half of them
-                few = q[:, :2, :, : size // 2].unbind(1)
-                spread = rotation.interleaved and not rotation.once
-                cos, sin = (
-                    t.repeat_interleave(2, -1) if spread else t.repeat(1, 1, 2) for t in few
-                )
-                expected = _rotated(rotation, q, cos, sin)
-                try:
-                    y, z = cls.forward(module, q, q + 1, cos, sin)
-                    wide = cls.forward(module, q.bfloat16(), q.bfloat16(), cos, sin)[0]
-                except Exception:
-                    is_known.append(False)
-                else:
-                    of_k = _rotated(rotation, q + 1, cos, sin)
-                    is_known.append(torch.allclose(y, expected) and torch.allclose(z, of_k))
-                    keeps_dtype = wide.dtype is torch.bfloat16
-            if is_known[0]:
-                return rotation._replace(partial=is_known[1], keeps_dtype=keeps_dtype)
-    return None
-
-
-def _rotated(rotation: Rotation, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    size = cos.shape[-1]
-    if rotation.once:
-        cos, sin = cos[..., : size // 2], sin[..., : size // 2]
-    call = head_formulas.HeadArguments(
-        q, None, None, None, None, None, cos, sin, size, 2, 0.0, None, 0.0, False,
-        rotation.interleaved,
-    )  # fmt: skip
-    return head_formulas.formula(call)[0]
+def _read_rotation(cls: Any) -> Rotation | None:
+    cells = [cell.cell_contents for cell in getattr(cls.forward, "__closure__", None) or ()]
+    functions = [value for value in cells if isinstance(value, types.FunctionType)]
+    if len(functions) != 1:
+        return None
+    (function,) = functions
+    found = source.read_function(function.__globals__, function.__name__)
+    if found is None or inspect.unwrap(found.parts[0].function) is not inspect.unwrap(function):
+        return None
+    return rotations.SOURCES.get(found.digest)
 
 
 def _by_source(module: Any, *args: Any) -> Tensor:
