@@ -9,7 +9,6 @@ and all else by the source of its class's own forward.
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..stock import LAYER_NORM_FORWARD, LayerNorm, are_supported
 from . import source
 from .classes import Forward, is_as_read, must_be_called
 from .forwards import float32, matched, of_layer_norm
-from .rewritten import attribute_of_self, before, method_of_self
+from .rewritten import attribute_of_self, before
 
 torch.fx.wrap("_modulated")
 
@@ -127,21 +126,28 @@ def derived(self: Any, *args: Any, **kwargs: Any) -> Any:
     Where a norm must be called, because of a hook for example, it is None: the class's own forward
     then runs (classes._or_stock).
     """
-    if all(_need_not_be_called(getattr(self, name)) for name in self._known.norms):
-        return self._derived(*args, **kwargs)
+    cls: Any = type(self)
+    if not hasattr(cls, "_derived"):  # another thread unswaps the module
+        return None
+    if all(_need_not_be_called(getattr(self, name)) for name in cls._known.norms):
+        return cls._derived(self, *args, **kwargs)
     return None
 
 
 def members(cls: type[nn.Module]) -> dict[str, Any]:
     """What a swapped class needs for `derived`, from the source of the class's forward."""
     made = source.decorated(cls.forward)
-    tree = _Rewrite().visit(copy.deepcopy(made.tree))
+    tree = _Rewrite().visit(made.tree)
+    # `_modulate` is a default, for the module may lose what its class gives it during a call.
+    tree.args.kwonlyargs.append(ast.arg("_modulate"))
+    tree.args.kw_defaults.append(ast.Constant(None))
     forward = source.execute(made.function, tree, made.decorators)
-    return {"_derived": forward, "_modulate": staticmethod(_modulate)}
+    forward.__kwdefaults__["_modulate"] = _modulate  # type: ignore[index]
+    return {"_derived": forward}
 
 
 class _Rewrite(ast.NodeTransformer):
-    """Puts `self._modulate(self.norm, x, shift, scale)` for `self.norm(x) * (1 + scale) + shift`.
+    """Puts `_modulate(self.norm, x, shift, scale)` for `self.norm(x) * (1 + scale) + shift`.
 
     The norm may have been given a name before: then the name is given to x, and the norm waits.
     """
@@ -172,7 +178,7 @@ class _Rewrite(ast.NodeTransformer):
         if "scale" in operands:
             operands["scale"] = _scale(operands["scale"])
         given = [ast.keyword(*operand) for operand in operands.items()]
-        return ast.Call(method_of_self("_modulate"), [*norm[:2]], [*given, *norm[2]])
+        return ast.Call(ast.Name("_modulate", ast.Load()), [*norm[:2]], [*given, *norm[2]])
 
 
 def _norm(node: ast.expr) -> tuple[ast.expr, ast.expr, list[ast.keyword]] | None:
