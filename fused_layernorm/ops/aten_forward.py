@@ -13,7 +13,6 @@ graph with them, each under a name of its own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,13 +57,19 @@ def _implementation(operator: Operator) -> Callable[..., Any]:
     return implementation
 
 
-def _define(name: str, implementation: Callable[..., Any], under_autocast: Any) -> OpOverload:
-    """Defines the variant of an operator; `under_autocast` gives its implementation of autocast."""
-    defined = load.define_like(name, "aten_")
-    load.library.impl(defined._opname, implementation, "CompositeImplicitAutograd")
+_variants: dict[Operator, Operator] = {}
+
+
+def _define(operator: Operator) -> Operator:
+    defined = Operator(load.define_like(operator.name, "aten_"))
+    load.library.impl(defined.name, _implementation(defined), "CompositeImplicitAutograd")
     for key in autocast.KEYS:
-        load.library.impl(defined._opname, under_autocast(defined), key)
+        load.library.impl(defined.name, autocast.implementation(defined), key)
     return defined
+
+
+for _operator in (LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM):
+    _variants[_operator] = _define(_operator)
 
 
 class _ForwardOfFamily(family.Forward):
@@ -77,7 +82,9 @@ class _ForwardOfFamily(family.Forward):
         return family.Forward.save(ctx, of, args, found)
 
 
-def _implementation_of_family(of: Family) -> Callable[..., Any]:
+def _define_of_family(of: Family) -> OpOverload:
+    defined = load.define_like(of.name, "aten_")
+
     def implementation(*args: Any) -> Any:
         a = of.Call(*args)
         of.check(a)
@@ -85,24 +92,13 @@ def _implementation_of_family(of: Family) -> Callable[..., Any]:
             return autograd.apply(_ForwardOfFamily, None, of, *a)[0]
         return of.formula(a)[0]
 
-    return implementation
+    load.library.impl(defined._opname, implementation, "CompositeImplicitAutograd")
+    for key in autocast.KEYS:
+        load.library.impl(defined._opname, family.under_autocast(of, defined), key)
+    return defined
 
 
-_variants = {
-    operator: Operator(
-        _define(
-            operator.name,
-            _implementation(operator),
-            lambda defined: autocast.implementation(Operator(defined)),
-        )
-    )
-    for operator in (LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM)
-}
-aten_rms_norm_gated = _define(
-    gated.FAMILY.name,
-    _implementation_of_family(gated.FAMILY),
-    functools.partial(family.under_autocast, gated.FAMILY),
-)
+aten_rms_norm_gated = _define_of_family(gated.FAMILY)
 
 # From the overload of each variant to that of its operator.
 KERNELS = {defined.overload: operator.overload for operator, defined in _variants.items()}
