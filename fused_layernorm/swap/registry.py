@@ -225,11 +225,11 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str:
-    """The kind of a fused module."""
+    """The kind of a fused module; nothing for one that another thread has unswapped since."""
     known: Known | None = getattr(type(module), "_known", None)
     if known is not None:
         return known.kind
-    return next(of.kind for cls, (of, _) in _OF_PYTORCH.items() if isinstance(module, cls))
+    return next((of.kind for cls, (of, _) in _OF_PYTORCH.items() if isinstance(module, cls)), "")
 
 
 def class_with(cls: type[nn.Module], known: Known, parts: tuple[Part, ...]) -> type[nn.Module]:
