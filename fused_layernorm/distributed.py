@@ -18,25 +18,20 @@ of PyTorch, so the rules are registered when other code has imported it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from .integrations.after_import import after_import
-from .ops import gated, head_formulas, heads, load
-from .ops.operators import (
-    ADA_LAYER_NORM_BACKWARD,
-    BACKWARD,
-    FORWARD,
-    BackwardOperator,
-    GatedBackwardArguments,
-    Operator,
-)
+from .ops import gated, heads, load
+from .ops.operators import BACKWARD, FORWARD
 
-_ROWS = ("input", "residual", "dy", "x", "mean", "rstd", "dresidual")
+# Arguments that have a row, or a number, for each row.
+_ROWS = ("input", "residual", "dy", "x", "mean", "rstd", "dresidual", "dresidual_out")
+_ROWS_OF_HEADS = ("q", "k", "dq_out", "dk_out")
 _MODULATIONS = ("gate", "shift", "scale")
-_PARAMETERS = ("weight", "bias")
 
 
 def register_sharding_rules() -> None:
@@ -44,171 +39,84 @@ def register_sharding_rules() -> None:
     from torch.distributed.tensor import Partial, Placement, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    def acceptable(dims: int) -> list[Placement]:
-        return [Replicate(), *map(Shard, range(dims))]
-
-    def beside(placement: Placement, modulation: Any, x: Any) -> Placement:
-        """The placement of a modulation where x has this placement."""
+    def of_modulation(placement: Placement, modulation: Any, x: Any) -> Placement:
         if not isinstance(placement, Shard):
             return placement
         dim = placement.dim - (x.ndim - modulation.ndim)
         has_it = dim >= 0 and modulation.shape[dim] == x.shape[placement.dim]
         return Shard(dim) if has_it else Replicate()
 
-    def placed(call: Any, x: Any, placement: Placement) -> Any:
-        """A call with the placements in place of its tensors, where x has this placement."""
-        placements: dict[str, Placement] = {}
-        for name in call._fields:
-            tensor = getattr(call, name)
-            if tensor is None:
-                continue
-            if name == "mean" and call.statistic == "rms":
-                placements[name] = Replicate()  # It is empty.
-            elif name in _ROWS:
-                placements[name] = placement
-            elif name in _MODULATIONS:
-                placements[name] = beside(placement, tensor, x)
-            elif name in _PARAMETERS:
-                placements[name] = Replicate()
-        return call._replace(**placements)
+    def of_angles(placement: Placement, angles: Any, q: Any, seq_dim: int) -> Placement:
+        if placement == Shard(seq_dim):
+            return Shard(angles.ndim - 2)
+        of_samples = angles.ndim == 3 and angles.shape[0] == q.shape[0] > 1
+        return Shard(0) if placement == Shard(0) and of_samples else Replicate()
 
-    def of_sum(placement: Placement, argument: Placement | None) -> Placement:
+    def of_argument(call: Any, name: str, x: Any, placement: Placement) -> Placement | None:
+        """The placement of an argument, where x has this placement; None for what is no tensor."""
+        value = getattr(call, name)
+        if not hasattr(value, "ndim"):
+            return None
+        if name == "mean" and call.statistic == "rms":
+            return Replicate()  # it is empty
+        if name in _ROWS or name in _ROWS_OF_HEADS:
+            return placement
+        if name in _MODULATIONS:
+            return of_modulation(placement, value, x)
+        return (
+            of_angles(placement, value, x, call.seq_dim) if name in ("cos", "sin") else Replicate()
+        )
+
+    def of_gradient(placement: Placement, argument: Placement | None) -> Placement:
         """The placement of an argument's gradient, where x has `placement`."""
         is_whole = isinstance(argument, Shard) or not isinstance(placement, Shard)
         return (argument or Replicate()) if is_whole else Partial()
 
-    def only_placements(values: Sequence[Any]) -> list[Any]:
-        return [value if isinstance(value, Placement) else None for value in values]
+    def rules_of(operator: OpOverload) -> Callable[..., list[Any]]:
+        Call, count = load.call_of(operator), len(operator._schema.returns)
+        differentiated = [n[len("needs_d") :] for n in Call._fields if n.startswith("needs_d")]
+        is_of_heads = operator in (heads.qk_norm_rope, heads.qk_norm_rope_backward)
 
-    def forward_rules(operator: Operator) -> Callable[..., list[Any]]:
+        def outputs(call: Any, inputs: dict[str, Any], placement: Placement) -> list[Placement]:
+            if is_of_heads:
+                found = [placement, Replicate() if call.k is None else placement]
+                for parameter in differentiated:
+                    for name in (f"q_{parameter}", f"k_{parameter}"):
+                        given = getattr(call, f"needs_d{parameter}") and inputs[name] is not None
+                        found.append(of_gradient(placement, None) if given else Replicate())
+                return found
+            if differentiated:
+                return [
+                    of_gradient(placement, inputs[name]) if needed else Replicate()
+                    for name, needed in zip(differentiated, call.needs, strict=True)
+                ]
+            if not operator._opname.endswith("_forward"):
+                return [placement] * count
+            # The mean of an RMSNorm, as that of gated norms always is, is empty.
+            is_rms = getattr(call, "statistic", "rms") == "rms"
+            return [*[placement] * (count - 2), Replicate() if is_rms else placement, placement]
+
         def rules(*args: Any, **kwargs: Any) -> list[Any]:
-            a = operator.arguments(*args)
-            of_rows = len(operator.overload._schema.returns) - 2 * operator.gives_statistics
-
-            def outputs(placement: Placement) -> list[Placement]:
-                if not operator.gives_statistics:
-                    return [placement] * of_rows
-                mean = Replicate() if a.is_rms else placement
-                return [*[placement] * of_rows, mean, placement]
-
-            def inputs(placement: Placement) -> list[Any]:
-                return only_placements(operator.lay_out(placed(a, a.input, placement)))
-
-            found = acceptable(a.input.ndim - a.normalized_ndim)
-            return [(outputs(placement), inputs(placement)) for placement in found]
-
-        return rules
-
-    def backward_rules(operator: BackwardOperator) -> Callable[..., list[Any]]:
-        def rules(*args: Any, **kwargs: Any) -> list[Any]:
-            b: Any = operator.arguments(*args)
-            found = []
-            for placement in acceptable(b.x.ndim - b.normalized_ndim):
-                inputs = placed(b, b.x, placement)
-                outputs: list[Placement] = []
-                for name in operator.gradients:
-                    if not getattr(b.needs, name):
-                        outputs.append(Replicate())
-                    elif name == "dx":
-                        outputs.append(placement)
-                    else:
-                        outputs.append(of_sum(placement, getattr(inputs, name[1:])))
-                found.append((outputs, only_placements(operator.lay_out(inputs))))
-            return found
-
-        return rules
-
-    for operator in FORWARD:
-        register_sharding([operator.overload])(forward_rules(operator))
-    for backward in BACKWARD:
-        register_sharding([backward.overload])(backward_rules(backward))
-
-    def gate_backward_rules(
-        dresidual_out: Any, input: Any, gate: Any, needs_dinput: bool, needs_dgate: bool
-    ) -> list[Any]:
-        found = []
-        for placement in acceptable(input.ndim):
-            of_gate = beside(placement, gate, input)
-            outputs = [
-                placement if needs_dinput else Replicate(),
-                of_sum(placement, of_gate) if needs_dgate else Replicate(),
-            ]
-            found.append((outputs, [placement, placement, of_gate, None, None]))
-        return found
-
-    def gated_backward_rules(*args: Any) -> list[Any]:
-        """The rules of the two operators that do its work, joined where both place x alike."""
-        g = GatedBackwardArguments(*args)
-        of_norm = backward_rules(ADA_LAYER_NORM_BACKWARD)(*g.of_norm)
-        of_gate = gate_backward_rules(g.x, g.input, g.gate, g.needs_dinput, g.needs_dgate)
-        found = []
-        # zip drops gate_backward's last rules, which shard the normalized dimensions.
-        for (norm_outputs, norm), (gate_outputs, gate) in zip(of_norm, of_gate, strict=False):
-            dx = norm_outputs[0] if g.needs_dx else Replicate()
-            inputs = [*norm[:2], *gate[1:3], *norm[2:10], *[None] * 9]
-            found.append(([dx, *gate_outputs, *norm_outputs[1:]], inputs))
-        return found
-
-    def heads_rules(is_backward: bool) -> Callable[..., list[Any]]:
-        Call = head_formulas.BackwardArguments if is_backward else head_formulas.HeadArguments
-
-        def rules(*args: Any) -> list[Any]:
-            a: Any = Call(*args)
-
-            def of_angles(placement: Placement, angles: Any) -> Placement:
-                if placement == Shard(a.seq_dim):
-                    return Shard(angles.ndim - 2)
-                of_samples = angles.ndim == 3 and angles.shape[0] == a.q.shape[0] > 1
-                return Shard(0) if placement == Shard(0) and of_samples else Replicate()
-
-            found = []
-            for placement in acceptable(a.q.ndim - 1):
-                inputs: list[Any] = []
-                for name, value in zip(a._fields, a, strict=True):
-                    if value is None or not hasattr(value, "ndim"):
-                        inputs.append(None)
-                    elif name in ("cos", "sin"):
-                        inputs.append(of_angles(placement, value))
-                    else:
-                        is_row = name in ("q", "k", "dq_out", "dk_out")
-                        inputs.append(placement if is_row else Replicate())
-                outputs = [placement, Replicate() if a.k is None else placement]
-                if is_backward:
-                    total = of_sum(placement, None)
-                    for parameters, needed in ((a[4:6], a.needs_dweight), (a[6:8], a.needs_dbias)):
-                        given = [needed and parameter is not None for parameter in parameters]
-                        outputs += [total if one else Replicate() for one in given]
-                found.append((outputs, inputs))
-            return found
-
-        return rules
-
-    def gated_rules(Call: Any, results: Callable[[Any, Placement], list[Placement]]) -> Any:
-        def rules(*args: Any) -> list[Any]:
             call = Call(*args)
-            x = call.x if hasattr(call, "x") else call.input
-            return [
-                (results(call, placement), only_placements(placed(call, x, placement)))
-                for placement in acceptable(x.ndim - 1)
-            ]
+            x = next(getattr(call, name) for name in ("x", "input", "q") if name in call._fields)
+            columns = 0 if operator is load.gate_backward else 1
+            dims = x.ndim - getattr(call, "normalized_ndim", columns)
+            found = []
+            for placement in (Replicate(), *map(Shard, range(dims))):
+                inputs = {name: of_argument(call, name, x, placement) for name in call._fields}
+                placed = [inputs[name] for name in call._fields]
+                found.append((outputs(call, inputs, placement), placed))
+            return found
 
         return rules
 
-    def gradients(b: Any, placement: Placement) -> list[Placement]:
-        total = of_sum(placement, None)
-        found = zip(b.needs, (placement, placement, total, total), strict=True)
-        return [of if needed else Replicate() for needed, of in found]
-
-    Call, of_gated = gated.GatedArguments, gated.FAMILY
-    register_sharding([of_gated.plain])(gated_rules(Call, lambda _, placement: [placement]))
-    register_sharding([of_gated.forward])(
-        gated_rules(Call, lambda _, placement: [placement, Replicate(), placement])
-    )
-    register_sharding([of_gated.backward])(gated_rules(gated.BackwardArguments, gradients))
-    register_sharding([heads.qk_norm_rope])(heads_rules(False))
-    register_sharding([heads.qk_norm_rope_backward])(heads_rules(True))
-    register_sharding([load.gate_backward])(gate_backward_rules)
-    register_sharding([load.add_ada_layer_norm_backward])(gated_backward_rules)
+    for operator in (
+        *(one.overload for one in (*FORWARD, *BACKWARD)),
+        *(load.gate_backward, load.add_ada_layer_norm_backward),
+        *(gated.FAMILY.plain, gated.FAMILY.forward, gated.FAMILY.backward),
+        *(heads.qk_norm_rope, heads.qk_norm_rope_backward),
+    ):
+        register_sharding([operator])(rules_of(operator))
 
 
 # register_sharding is experimental and may move.

@@ -75,10 +75,7 @@ def rms_norm_gated(
     Returns:
         A contiguous tensor of input's shape.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: the message says in one sentence what was expected and
-            what was given. A dtype or layout that is not supported raises NotImplementedError, a
-            RuntimeError.
+    The errors are those of :func:`layer_norm`.
     """
     return run(
         GatedArguments(

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from . import onnx, stock
 from .modules import _options, _scripted_as, shown
-from .ops import arguments, autograd_library, formulas, group_formulas, groups
-from .ops.group_formulas import GroupArguments
+from .ops import arguments, autograd_library, formulas, groups
+from .ops.groups import GroupArguments
 from .ops.load import operators
 from .stock import GroupNorm
 
@@ -80,10 +80,7 @@ def group_norm(
         of input, where its elements lie without gaps. (``torch.nn.functional.group_norm``, which
         serves plain calls on the CPU, gives contiguous or channels_last tensors.)
 
-    Raises:
-        TypeError, ValueError, RuntimeError: the message says in one sentence what was expected and
-            what was given. A dtype or layout that is not supported raises NotImplementedError, a
-            RuntimeError.
+    The errors are those of :func:`layer_norm`.
     """
     is_bare = activation is None and out_dtype is None and not _is_compiling()
     if is_bare and type(scale) is float and scale == 1.0:
@@ -180,7 +177,7 @@ def _is_refusal(error: Exception, a: GroupArguments) -> bool:
     if any(refusal in str(error) for refusal in refusals):
         return True
     try:
-        group_formulas.check(_settled(a._replace(num_groups=abs(a.num_groups))))
+        groups.check(_settled(a._replace(num_groups=abs(a.num_groups))))
     except Exception:
         return True
     return False
@@ -191,15 +188,15 @@ def _run(a: GroupArguments) -> Tensor:
     if _is_compiling():  # Dynamo does not trace the exception handling below; the fake checks
         return groups.group_norm(*a)
     if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
-        group_formulas.check(a)
+        groups.check(a)
         return _in_onnx(a)
     if a.input.dim() > 1 and not a.has_kernel:
-        group_formulas.check(a)
-        return group_formulas.by_formula(a)
+        groups.check(a)
+        return groups.by_formula(a)
     try:
         found: Tensor = _op(*a)
     except Exception as error:
-        group_formulas.check(a)
+        groups.check(a)
         raise arguments.out_of_memory(error) from None
     return found
 
@@ -209,7 +206,7 @@ def _settled(a: GroupArguments) -> GroupArguments:
     arguments.check_tensor("input", a.input)
     tensors = zip(a._fields[2:6], a[2:6], strict=True)
     arguments.check_types(tensors, eps=a.eps, scale=a.output_scale)
-    return a._replace(num_groups=group_formulas.check_groups(a.num_groups))
+    return a._replace(num_groups=groups.check_groups(a.num_groups))
 
 
 def _in_onnx(a: GroupArguments) -> Tensor:
@@ -218,7 +215,7 @@ def _in_onnx(a: GroupArguments) -> Tensor:
     acc = a.input.dtype if a.is_plain and len(dtypes) == 1 else formulas.acc_dtype(a.input.dtype)
     weight, bias = formulas.to(a.weight, acc), formulas.to(a.bias, acc)
     z = torch.group_norm(a.input.to(acc), a.num_groups, weight, bias, a.eps)
-    return group_formulas.epilogue(a, group_formulas.modulated(a, z))
+    return groups.epilogue(a, groups.modulated(a, z))
 
 
 def as_pytorch_reads(x: Tensor) -> Tensor:
@@ -273,7 +270,7 @@ class FusedGroupNorm(nn.GroupNorm):
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
-        arguments.check_options(activation, scale, out_dtype, group_formulas.ACTIVATIONS)
+        arguments.check_options(activation, scale, out_dtype, groups.ACTIVATIONS)
         self.activation = activation
         self.scale = scale
         self.out_dtype = out_dtype

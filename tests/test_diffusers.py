@@ -373,6 +373,18 @@ def test_a_norm_that_is_unswapped_alone(device, calls):
     assert not calls
 
 
+def test_a_module_that_is_unswapped_during_its_call(device):
+    module, inputs = make("zero", device)
+    new = swapped(module)
+
+    def unswap(*_):
+        unswap_layer_norm(new)
+
+    new.silu.register_forward_hook(unswap)
+    same(results(new, inputs), results(module, inputs), 1e-6)
+    assert type(new) is type(module)
+
+
 # ---- What is not swapped.
 
 

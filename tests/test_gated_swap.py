@@ -169,7 +169,8 @@ def test_models(name, count, device):
             loss = one(**inputs).loss
             loss.backward()
         losses.append(loss.detach())
-    # On CUDA the kernels: autograd in C++ calls them past the dispatcher, which alone names operators.
+    # On CUDA the kernels: autograd in C++ calls them past the dispatcher, which alone names
+    # operators.
     called = (
         "gated_backward_kernel" if device == "cuda" else "fused_layernorm::rms_norm_gated_backward"
     )

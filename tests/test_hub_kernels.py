@@ -26,6 +26,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import fused_layernorm
+from fused_layernorm.swap import rms as swap_rms
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "ci" / "hf_kernels.py"
@@ -282,7 +283,7 @@ def test_models(norm, kernelize, built):
     assert namespace.endswith(".layers")
     assert not namespace.startswith("fused_layernorm.")
 
-    loss_and_backward(fused, inputs)  # with each class's trial
+    loss_and_backward(fused, inputs)
     fused.zero_grad()
     loss, called = called_by(lambda: loss_and_backward(fused, inputs))
     operators = namespace.removesuffix(".layers")
@@ -321,26 +322,26 @@ def rms_norm_class(folder, name):
     return getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
 
 
-# One class of each distinct source that transformers gives one of the two names, and Gemma's: its
-# folder, its layer and the layer's word for its order of casts.
-CLASSES: dict[str, tuple[str, str, Any]] = {
-    "LlamaRMSNorm": ("llama", "RMSNorm", (True, True)),
-    "Olmo2RMSNorm": ("olmo2", "RMSNorm", (False, False)),
-    "GptOssRMSNorm": ("gpt_oss", "RMSNorm", (False, False)),
-    "NemotronHRMSNorm": ("nemotron_h", "RMSNorm", (False, False)),
-    "T5LayerNorm": ("t5", "RMSNorm", None),
-    "GemmaRMSNorm": ("gemma", "RMSNormZeroCentered", (False, False)),
-    "Qwen3_5RMSNorm": ("qwen3_5", "RMSNormZeroCentered", (False, False)),
-    "Qwen3NextRMSNormGated": ("qwen3_next", "RMSNormGated", True),
-    "KimiLinearRMSNormGated": ("kimi_linear", "RMSNormGated", False),
-    "LaraMiniRMSNormGated": ("lara_mini", "RMSNormGated", False),
+# One class of each distinct source that transformers gives one of the names, and Gemma's and T5's:
+# its folder and its layer.
+CLASSES = {
+    "LlamaRMSNorm": ("llama", "RMSNorm"),
+    "Olmo2RMSNorm": ("olmo2", "RMSNorm"),
+    "GptOssRMSNorm": ("gpt_oss", "RMSNorm"),
+    "NemotronHRMSNorm": ("nemotron_h", "RMSNorm"),
+    "T5LayerNorm": ("t5", "RMSNorm"),
+    "GemmaRMSNorm": ("gemma", "RMSNormZeroCentered"),
+    "Qwen3_5RMSNorm": ("qwen3_5", "RMSNormZeroCentered"),
+    "Qwen3NextRMSNormGated": ("qwen3_next", "RMSNormGated"),
+    "KimiLinearRMSNormGated": ("kimi_linear", "RMSNormGated"),
+    "LaraMiniRMSNormGated": ("lara_mini", "RMSNormGated"),
 }
 HALVES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def pair_of(name, dtype, device="cpu"):
     """A norm of the class with random weights, and a copy that has a layer's forward."""
-    folder, layer, _ = CLASSES[name]
+    folder, layer = CLASSES[name]
     stock = rms_norm_class(folder, name)(64)
     torch.nn.init.normal_(stock.weight, 0.0 if layer == "RMSNormZeroCentered" else 1.0, 0.3)
     stock.to(device, dtype)
@@ -390,18 +391,11 @@ def test_gated_norms_take_the_layer(name, kernelize, variant):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_trial_tells_the_order_of_casts(name):
-    folder, layer, order = CLASSES[name]
+def test_sources_are_known(name):
+    folder, _ = CLASSES[name]
     if name == "NemotronHRMSNorm":  # some versions before, its order is Llama's
         pytest.importorskip("transformers", "5.24")
-    cls = rms_norm_class(folder, name)
-    offsets = {"RMSNorm": 0.0, "RMSNormZeroCentered": 1.0}
-    for other, offset in offsets.items():
-        found = fused_layernorm.layers._order_of_casts(cls, offset)
-        assert found == (order if other == layer else None)
-    assert fused_layernorm.layers._rounds_thrice(cls) == (
-        order if layer == "RMSNormGated" else None
-    )
+    assert fused_layernorm.layers._digest(rms_norm_class(folder, name)) in swap_rms.SOURCES
 
 
 def test_another_norm_keeps_its_own_forward():
@@ -422,15 +416,8 @@ def test_another_norm_keeps_its_own_forward():
         def forward(self, x):
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
-    class OfThreeRows(nn.Module):
-        """Its trial raises, which torch.jit.trace must not see."""
-
-        def forward(self, x):
-            return x.view(3, 8) * 2
-
     x = torch.randn(3, 8)
-    modules: list[Any] = [Doubled(), NoWeight(), OfThreeRows()]
-    torch.jit.trace(lambda x: fused_layernorm.layers.RMSNorm.forward(modules[2], x), (x,))
+    modules: list[Any] = [Doubled(), NoWeight()]
     for module in modules:
         for layer in (fused_layernorm.layers.RMSNorm, fused_layernorm.layers.RMSNormZeroCentered):
             assert torch.equal(layer.forward(module, x), module(x))
@@ -452,7 +439,7 @@ def test_first_call_of_a_class_may_be_anywhere(where):
     stock, fused = pair_of("LlamaRMSNorm", torch.float32)
     x = torch.randn(3, 64)
     expected = stock(x)
-    fused_layernorm.layers._tried.tried.clear()
+    fused_layernorm.layers._read.known.clear()
     match where:
         case "export":
             actual = torch.export.export(fused, (x,), strict=False).module()(x)
@@ -473,5 +460,4 @@ def test_first_call_of_a_class_may_be_anywhere(where):
             with torch.device("meta"):
                 actual = fused(x)
     assert_close(actual, expected)
-    assert len(fused_layernorm.layers._tried.tried) == 1
-    assert fused_layernorm.layers._order_of_casts(type(stock), 0.0) == (True, True)
+    assert len(fused_layernorm.layers._read.known) == 1

@@ -33,8 +33,8 @@ from . import (  # noqa: F401  (the imports register)
 )
 
 has_library = autograd_library.load()
-autograd.register(beside_library=has_library)
+autograd.register(autograd.IMPLEMENTATIONS, has_library)
 for _family in (groups.FAMILY, gated.FAMILY):
-    family.register(_family)
+    family.register(_family, has_library)
 if not has_library:
     autocast.register()

@@ -69,6 +69,10 @@ def check_device(name: str, tensor: Tensor, beside: str, other: Tensor) -> None:
         )
 
 
+def shape_error(name: str, expected: str, tensor: Tensor) -> RuntimeError:
+    return RuntimeError(f"expected {name} {expected}, got shape {list(tensor.shape)}")
+
+
 Dtypes = Sequence[torch.dtype]
 
 
@@ -174,10 +178,8 @@ def check_dim(input: Any, weight: Any, bias: Any, dim: Any, normalized_shape: An
         if not isinstance(parameter, Tensor):
             check_tensor(name, parameter)
         if parameter.dim() != 1 or parameter.shape[0] != input.shape[dim]:
-            raise RuntimeError(
-                f"expected {name} of shape {[input.shape[dim]]}, the size of dimension {dim} of "
-                f"input, got shape {list(parameter.shape)}"
-            )
+            expected = f"of shape {[input.shape[dim]]}, the size of dimension {dim} of input"
+            raise shape_error(name, expected, parameter)
     return dim % dims
 
 
@@ -210,6 +212,18 @@ def check_statistic(statistic: Any, weight_offset: Any, weight: Tensor | None) -
             raise ValueError(f"expected a weight beside weight_offset {weight_offset}, got none")
 
 
+def check_common(weight: Tensor | None, bias: Tensor | None, eps: Any) -> None:
+    """Raises if weight and bias, or eps, are not what every norm takes."""
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+        raise RuntimeError(
+            "expected weight and bias of one dtype, got "
+            f"{name_of(weight.dtype)} and {name_of(bias.dtype)}"
+        )
+    check_number("eps", eps)
+    if eps != eps:  # NaN, of a float that Dynamo may trace
+        raise ValueError("expected eps to be a number, got nan")
+
+
 def check(a: Arguments) -> None:
     """Raises if an operator cannot take these arguments; otherwise returns nothing."""
     input, residual = a.input, a.residual
@@ -221,10 +235,7 @@ def check(a: Arguments) -> None:
     if residual is not None:
         check_device("residual", residual, "input", input)
         if residual.shape != input.shape:
-            raise RuntimeError(
-                f"expected residual of the shape of input, {list(input.shape)}, "
-                f"got shape {list(residual.shape)}"
-            )
+            raise shape_error("residual", f"of the shape of input, {list(input.shape)}", residual)
         x_dtypes.append(residual.dtype)
     if ndim < 1:
         raise RuntimeError(f"expected at least one dimension to normalize over, got {ndim}")
@@ -249,27 +260,15 @@ def check(a: Arguments) -> None:
         check_device(name, parameter, "input", input)
         if name in ("weight", "bias"):
             if parameter.shape != shape:
-                raise RuntimeError(
-                    f"expected {name} of shape {list(shape)}, the last dimensions of input, "
-                    f"got shape {list(parameter.shape)}"
-                )
+                expected = f"of shape {list(shape)}, the last dimensions of input"
+                raise shape_error(name, expected, parameter)
         elif not broadcasts(parameter, input):
-            raise RuntimeError(
-                f"expected {name} that broadcasts to the shape of input, {list(input.shape)}, "
-                f"got shape {list(parameter.shape)}"
-            )
+            expected = f"that broadcasts to the shape of input, {list(input.shape)}"
+            raise shape_error(name, expected, parameter)
         if parameter.dtype not in allowed:
             beside = "input" if residual is None else "input and residual"
             raise dtype_error(name, parameter, allowed, beside, x_dtypes)
-    if weight is not None and bias is not None and weight.dtype != bias.dtype:
-        raise RuntimeError(
-            "expected weight and bias of one dtype, got "
-            f"{name_of(weight.dtype)} and {name_of(bias.dtype)}"
-        )
-
-    check_number("eps", a.eps)
-    if a.eps != a.eps:  # NaN, of a float that Dynamo may trace
-        raise ValueError("expected eps to be a number, got nan")
+    check_common(weight, bias, a.eps)
     check_options(a.activation, a.output_scale, a.out_dtype)
     check_statistic(a.statistic, a.weight_offset, weight)
 

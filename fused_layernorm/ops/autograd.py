@@ -27,8 +27,6 @@ from .operators import (
     TENSORS,
     Arguments,
     BackwardArguments,
-    BackwardOperator,
-    Gradients,
     Needs,
     Operator,
     Results,
@@ -192,48 +190,57 @@ class Forward(Function):
         return None, *gradients, *[None] * (len(Arguments._fields) - len(TENSORS))
 
 
-class _Backward(Function):
-    """A backward operator, whose own derivatives are those of formulas.py."""
+class Backward(Function):
+    """A backward operator, whose own derivatives are those of `gradients`, a formula of its
+    arguments."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, operator: BackwardOperator, *args: Any) -> Any:
+    def forward(
+        ctx: Any, keyset: Any, operator: OpOverload, Call: Any, gradients: Any, *args: Any
+    ) -> Any:
         with lower_levels():
-            found = redispatch(operator.overload, keyset, *args)
-        b = operator.arguments(*args)
-        ctx.mark_non_differentiable(
-            *(
-                gradient
-                for gradient, name in zip(found, operator.gradients, strict=True)
-                if not getattr(b.needs, name)
-            )
-        )
+            found = redispatch(operator, keyset, *args)
         ctx.set_materialize_grads(False)
-        is_tensor = [isinstance(arg, Tensor) for arg in args]
-        ctx.save_for_backward(*(arg for arg in args if isinstance(arg, Tensor)))
-        ctx.args = [None if tensor else arg for tensor, arg in zip(is_tensor, args, strict=True)]
-        ctx.is_tensor = is_tensor
-        ctx.operator = operator
+        tensors = {n: v for n, v in Call(*args)._asdict().items() if isinstance(v, Tensor)}
+        ctx.names = [*tensors]
+        ctx.call = Call(*args)._replace(**dict.fromkeys(tensors))
+        ctx.gradients = gradients
+        ctx.save_for_backward(*tensors.values())
+        ctx.mark_non_differentiable(*(g for g in found if g.shape == (0,)))
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        operator: BackwardOperator = ctx.operator
-        if all(grad is None for grad in grads):
-            return (None,) * (2 + len(ctx.args))
-        saved = iter(ctx.saved_tensors)
-        b = operator.arguments(
-            *(
-                next(saved) if tensor else arg
-                for tensor, arg in zip(ctx.is_tensor, ctx.args, strict=True)
-            )
-        )
-        gradients = Gradients(**dict(zip(operator.gradients, grads, strict=True)))
-        found: dict[str, Any] = formulas.double_backward(b, gradients)
-        # The gradients in the layout of the arguments, None for an argument without one.
-        nothing = operator.arguments(*(None for _ in ctx.args))
-        # Trailing defaults may be absent from the arguments.
-        laid_out = operator.lay_out(nothing._replace(**found))
-        return None, None, *laid_out[: len(ctx.args)]
+        used = [i for i, grad in enumerate(grads) if grad is not None]
+        call, gradients = ctx.call, ctx.gradients
+        if not used:
+            return (None,) * (4 + len(call))
+        tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        # The statistics are functions of x in the formula.
+        constant = {name: tensors.pop(name) for name in ("mean", "rstd") if name in tensors}
+
+        def of(*values: Tensor) -> tuple[Tensor, ...]:
+            fields: dict[str, Any] = dict(zip(tensors, values, strict=True))
+            found = gradients(*call._replace(**fields, **constant))
+            return tuple(found[i] for i in used)
+
+        vjp = torch.func.vjp(of, *tensors.values())[1]
+        found = dict(zip(tensors, vjp(tuple(grads[i] for i in used)), strict=True))
+        return (None, None, None, None, *(found.get(name) for name in call._fields))
+
+
+def backward_autograd(operator: OpOverload, gradients: Any) -> Callable[..., Any]:
+    """Autograd of a backward operator; `gradients` gives its results by PyTorch's operators."""
+    Call = load.call_of(operator)
+
+    def implementation(keyset: Any, *args: Any) -> Any:
+        if in_forward_mode():
+            return gradients(*args)
+        if needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
+            return apply(Backward, keyset, operator, Call, gradients, *Call(*args))
+        return redispatch(operator, keyset, *args)
+
+    return implementation
 
 
 def _forward_implementation(operator: Operator) -> Callable[..., Any]:
@@ -244,18 +251,6 @@ def _forward_implementation(operator: Operator) -> Callable[..., Any]:
             return operator.outputs(formulas.forward(a))
         if needs_grad(a.input, a.residual, a.weight, a.bias, a.gate, a.shift, a.scale):
             return operator.outputs(Results(*apply(Forward, keyset, *values(a))))
-        return redispatch(operator.overload, keyset, *args)
-
-    return implementation
-
-
-def _backward_implementation(operator: BackwardOperator) -> Callable[..., Any]:
-    def implementation(keyset: Any, *args: Any) -> Any:
-        b = operator.arguments(*args)
-        if in_forward_mode():
-            return operator.outputs(b, formulas.backward(b))
-        if needs_grad(b.dy, b.x, b.weight, b.bias, b.dresidual, b.shift, b.scale):
-            return apply(_Backward, keyset, operator, *args)
         return redispatch(operator.overload, keyset, *args)
 
     return implementation
@@ -277,20 +272,25 @@ def _gate_backward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     return redispatch(load.gate_backward, keyset, *args)
 
 
-def register(beside_library: bool) -> None:
-    """Registers these implementations, of the operators themselves or beside csrc/per_torch's.
+def register(implementations: dict[str, Callable[..., Any]], beside_library: bool) -> None:
+    """Registers these implementations by name: of the operators, or beside those of csrc/per_torch.
 
     Beside csrc/per_torch's autograd they belong to operators named _differentiable_..., which it
     calls for a derivative of a backward operator, and in forward mode.
     """
-    implementations: dict[str, Callable[..., Any]] = {
-        **{operator.name: _forward_implementation(operator) for operator in FORWARD},
-        **{operator.name: _backward_implementation(operator) for operator in BACKWARD},
-        "add_ada_layer_norm_backward": _gated_backward,
-        "gate_backward": _gate_backward,
-    }
     prefix = "_differentiable_" if beside_library else ""
     for name, implementation in implementations.items():
         if prefix:
             load.define_like(name, prefix)
         load.library.impl(prefix + name, implementation, "Autograd", with_keyset=True)
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    **{operator.name: _forward_implementation(operator) for operator in FORWARD},
+    **{
+        one.name: backward_autograd(one.overload, one.implemented_by(formulas.backward))
+        for one in BACKWARD
+    },
+    "add_ada_layer_norm_backward": _gated_backward,
+    "gate_backward": _gate_backward,
+}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import arguments, formulas, load
-from .formulas import acc_dtype, activate, affine, modulate, shifted, to
+from .formulas import acc_dtype, activate, activate_backward, affine, modulate, shifted, to
 from .operators import Arguments, BackwardArguments, Gradients, Results, implementations
 
 _aten = torch.ops.aten
@@ -60,14 +60,11 @@ def forward(a: Arguments) -> Results:
 
 def _forward_in_place(a: Arguments) -> Results:
     """A LayerNorm that reads x where it lies; PyTorch's layer_norm would read a contiguous copy."""
-    acc, dims = acc_dtype(a.input.dtype), tuple(range(-a.normalized_ndim, 0))
+    acc = acc_dtype(a.input.dtype)
     x = a.input.to(acc)
-    mean = x.mean(dims, keepdim=True)
-    mean = mean + (x - mean).mean(dims, keepdim=True)  # a large mean takes its digits from the sum
-    centered = x - mean
-    rstd = (centered.square().mean(dims, keepdim=True) + a.eps).rsqrt()
+    mean, xhat, rstd = formulas.normalized(x, a.normalized_ndim, a.eps, False, corrects_mean=True)
     weight, bias = shifted(a.weight, a.weight_offset, acc), to(a.bias, acc)
-    y = _epilogue(a, affine(centered * rstd, weight, bias))
+    y = _epilogue(a, affine(xhat, weight, bias))
     return Results(formulas.laid_out(y, a.input, True), None, mean, rstd)
 
 
@@ -85,19 +82,6 @@ def _takes_half(x: Tensor, normalized_shape: torch.Size) -> bool:
     rows of one or two columns, where x is the mean or one standard deviation from it.
     """
     return x.is_cpu and x.dtype in arguments.HALF and math.prod(normalized_shape) > 2
-
-
-def _activate_backward(da: Tensor, z: Tensor, activation: str) -> Tensor:
-    match activation:
-        case "gelu":
-            return _aten.gelu_backward(da, z)
-        case "gelu_tanh":
-            return _aten.gelu_backward(da, z, approximate="tanh")
-        case "silu":
-            return _aten.silu_backward(da, z)
-        case "relu":
-            return _aten.threshold_backward(da, z, 0)
-    raise ValueError(activation)
 
 
 def backward(b: BackwardArguments) -> Gradients:
@@ -120,7 +104,7 @@ def backward(b: BackwardArguments) -> Gradients:
     if b.output_scale != 1.0:
         dz = dz * b.output_scale
     if b.activation is not None:
-        dz = _activate_backward(dz, affine(centered * b.rstd, weight, bias), b.activation)
+        dz = activate_backward(dz, affine(centered * b.rstd, weight, bias), b.activation)
     dshift, dscale = formulas.modulation_gradients(
         b, dz, lambda: affine(centered * b.rstd, weight, bias)
     )

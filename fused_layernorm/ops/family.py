@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from . import autocast, load
+from . import autocast, autograd, fakes, load
 from .autograd import (
     Function,
     apply,
+    backward_autograd,
     call_operator,
     in_forward_mode,
     lower_levels,
     needs_grad,
     redispatch,
 )
+from .formulas import results
 from .operators import describe
 from .vmap import one_by_one, to_front
 
@@ -46,6 +48,7 @@ class Family:
     gradients: Callable[..., Outputs]  # backward's results, of its arguments
     least_ndim: int = 1  # of input
     folds: bool = False  # whether a batch of vmap belongs to the first dimension, or precedes it
+    keeps_order: bool = False  # whether dx has the strides of torch.empty_like(x)
     statistic: str = "layer"  # the norm whose autocast this is
 
     plain: OpOverload = field(init=False)
@@ -112,56 +115,6 @@ class Forward(Function):
         }
         by_name["input"] = by_name.pop("x", None)
         return (None, None, *(by_name.get(name) for name in family.Call._fields))
-
-
-class Backward(Function):
-    """A backward operator, whose own derivatives are those of `gradients`, a formula."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, keyset: Any, operator: OpOverload, Call: Any, gradients: Any, *args: Any
-    ) -> Any:
-        with lower_levels():
-            found = redispatch(operator, keyset, *args)
-        ctx.set_materialize_grads(False)
-        ctx.names = [n for n, v in zip(Call._fields, args, strict=True) if isinstance(v, Tensor)]
-        ctx.call = Call(*(None if isinstance(value, Tensor) else value for value in args))
-        ctx.gradients = gradients
-        ctx.save_for_backward(*tensors_of(args))
-        ctx.mark_non_differentiable(*(g for g in found if g.shape == (0,)))
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        used = [i for i, grad in enumerate(grads) if grad is not None]
-        call, gradients = ctx.call, ctx.gradients
-        if not used:
-            return (None,) * (4 + len(call))
-        tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-        constant = {name: tensors.pop(name) for name in ("mean", "rstd") if name in tensors}
-
-        def of(*values: Tensor) -> Outputs:
-            fields: dict[str, Any] = dict(zip(tensors, values, strict=True))
-            found = gradients(*call._replace(**fields, **constant))
-            return tuple(found[i] for i in used)
-
-        vjp = torch.func.vjp(of, *tensors.values())[1]
-        found = dict(zip(tensors, vjp(tuple(grads[i] for i in used)), strict=True))
-        return (None, None, None, None, *(found.get(name) for name in call._fields))
-
-
-def backward_autograd(operator: OpOverload, Call: Any, gradients: Any) -> Callable[..., Any]:
-    """Autograd of a backward operator."""
-
-    def implementation(keyset: Any, *args: Any) -> Any:
-        if in_forward_mode():
-            return gradients(*args)
-        call = Call(*args)
-        if needs_grad(*tensors_of(call)):
-            return apply(Backward, keyset, operator, Call, gradients, *call)
-        return redispatch(operator, keyset, *args)
-
-    return implementation
 
 
 def _autograd(
@@ -269,9 +222,18 @@ def implement(
     forward: Callable[..., Outputs],
     backward: Callable[..., Outputs],
     fake: Callable[..., Outputs],
-    fake_backward: Callable[..., Outputs],
 ) -> None:
     """Registers an implementation for every device, one without data, and vmap."""
+
+    def fake_backward(*args: Any) -> Outputs:
+        b = family.BackwardCall(*args)  # not checked, as with norms
+        found = [
+            None
+            if tensor is None or not needed
+            else fakes._like(tensor, tensor.dtype, family.keeps_order and tensor is b.x)
+            for tensor, needed in zip(b.differentiated, b.needs, strict=True)
+        ]
+        return results(found, b.differentiated, b.x)
 
     def first(implementation: Callable[..., Outputs]) -> Callable[..., Tensor]:
         return lambda *args: implementation(*args)[0]
@@ -286,22 +248,15 @@ def implement(
         torch.library.register_vmap(operator, rule)
 
 
-def register(family: Family) -> None:
+def register(family: Family, beside_library: bool) -> None:
     """Autograd and autocast: of the operators, or of the names that csrc/per_torch's calls."""
-    qualified = f"{load.NAMESPACE}::{family.name}"
-    beside_library = torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "Autograd")
-    gradients = backward_autograd(family.backward, family.BackwardCall, family.gradients)
     implementations = {
         family.plain: _autograd(family, family.plain, lambda found: found[0]),
         family.forward: _autograd(family, family.forward, lambda found: found),
-        family.backward: gradients,
+        family.backward: backward_autograd(family.backward, family.gradients),
     }
-    prefix = "_differentiable_" if beside_library else ""
-    for operator, implementation in implementations.items():
-        name = operator._opname
-        if prefix:
-            load.define_like(name, prefix)
-        load.library.impl(prefix + name, implementation, "Autograd", with_keyset=True)
+    named = {operator._opname: one for operator, one in implementations.items()}
+    autograd.register(named, beside_library)
     if not beside_library:
         for operator in (family.plain, family.forward):
             for key in autocast.KEYS:

@@ -3,17 +3,16 @@
 
 PyTorch differentiates them any number of times, in reverse and in forward mode. Its own layer_norm
 would not do: its double backward treats mean and rstd as constants, so the third derivative is
-wrong. Nor would silu_backward, which has no derivative.
+wrong.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .operators import Arguments, BackwardArguments, Gradients, Results
 
@@ -49,47 +48,26 @@ def activate(z: Tensor, activation: str | None) -> Tensor:
     raise ValueError(activation)
 
 
-def slope(z: Tensor, activation: str | None) -> Tensor:
-    """d activation(z) / dz."""
+def activate_backward(da: Tensor, z: Tensor, activation: str | None) -> Tensor:
+    """da times the derivative of activation at z."""
     match activation:
         case None:
-            return torch.ones_like(z)
+            return da
         case "gelu":
-            density = torch.exp(-0.5 * z * z) * (2 * math.pi) ** -0.5
-            return 0.5 * torch.erfc(z * -(2**-0.5)) + z * density
+            return _aten.gelu_backward(da, z)
         case "gelu_tanh":
-            root = (2 / math.pi) ** 0.5
-            t = torch.tanh(root * (z + 0.044715 * z * z * z))
-            return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * root * (1 + 3 * 0.044715 * z * z)
+            return _aten.gelu_backward(da, z, approximate="tanh")
         case "silu":
-            sigmoid = torch.sigmoid(z)
-            return sigmoid * (1 + z * (1 - sigmoid))
+            if not (torch.is_grad_enabled() or forward_ad._current_level >= 0):
+                return _aten.silu_backward(da, z)  # which has no derivative
+            sigmoid = _aten.sigmoid(z)
+            return da * sigmoid * (1 + z * (1 - sigmoid))
         case "relu":
-            return (z > 0).to(z.dtype)
+            return _aten.threshold_backward(da, z, 0)
         case "leaky_relu":
-            return torch.where(z > 0, 1.0, 0.01).to(z.dtype)
+            return _aten.leaky_relu_backward(da, z, 0.01, False)
         case "sigmoid":
-            sigmoid = torch.sigmoid(z)
-            return sigmoid * (1 - sigmoid)
-    raise ValueError(activation)
-
-
-def second_slope(z: Tensor, activation: str | None) -> Tensor | None:
-    """The second derivative of activation(z), None where it is zero everywhere."""
-    match activation:
-        case "gelu":
-            return torch.exp(-0.5 * z * z) * (2 * math.pi) ** -0.5 * (2 - z * z)
-        case "gelu_tanh":
-            root = (2 / math.pi) ** 0.5
-            t = torch.tanh(root * (z + 0.044715 * z * z * z))
-            du = root * (1 + 3 * 0.044715 * z * z)
-            dt = (1 - t * t) * du
-            return dt + 0.5 * z * ((1 - t * t) * root * 6 * 0.044715 * z - 2 * t * dt * du)
-        case "silu":
-            sigmoid = torch.sigmoid(z)
-            return sigmoid * (1 - sigmoid) * (2 + z * (1 - 2 * sigmoid))
-        case None | "relu":
-            return None
+            return _aten.sigmoid_backward(da, _aten.sigmoid(z))
     raise ValueError(activation)
 
 
@@ -153,12 +131,38 @@ def _centered(x: Tensor, normalized_ndim: int, is_rms: bool) -> tuple[Tensor, Te
 
 
 def normalized(
-    x: Tensor, normalized_ndim: int, eps: float, is_rms: bool
+    x: Tensor, normalized_ndim: int, eps: float, is_rms: bool, *, corrects_mean: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean, xhat and rstd of x in the arithmetic's dtype."""
+    """The mean, xhat and rstd of x in the arithmetic's dtype.
+
+    A large mean takes its digits from the sum: `corrects_mean` gives them back.
+    """
     mean, centered = _centered(x, normalized_ndim, is_rms)
+    if corrects_mean:
+        mean = mean + _mean(centered, normalized_ndim)
+        centered = x - mean
     rstd = (_mean(centered.square(), normalized_ndim) + eps).rsqrt()
     return mean, centered * rstd, rstd
+
+
+def normalized_again(
+    x: Tensor, normalized_ndim: int, rstd: Tensor, is_rms: bool
+) -> tuple[Tensor, Tensor]:
+    """xhat and rstd as functions of x in the arithmetic's dtype.
+
+    eps is no argument of backward: it follows from the forward pass's rstd, as 1 / rstd^2 - var.
+    """
+    _, centered = _centered(x, normalized_ndim, is_rms)
+    variance = _mean(centered.square(), normalized_ndim)
+    rstd = (variance + (rstd.pow(-2) - variance).detach()).rsqrt()
+    return centered * rstd, rstd
+
+
+def project(t: Tensor, xhat: Tensor, rstd: Tensor, normalized_ndim: int, is_rms: bool) -> Tensor:
+    """P t, where P is the derivative of xhat with respect to x: on each row a symmetric map."""
+    along = _mean(t * xhat, normalized_ndim)
+    centered = t if is_rms else t - _mean(t, normalized_ndim)
+    return torch.addcmul(centered, xhat, along, value=-1) * rstd
 
 
 def forward(a: Arguments) -> Results:
@@ -174,24 +178,6 @@ def forward(a: Arguments) -> Results:
     return Results(y.to(a.y_dtype), residual_out, mean, rstd)
 
 
-def _normalized(b: BackwardArguments, acc: torch.dtype) -> tuple[Tensor, Tensor]:
-    """xhat and rstd as functions of x.
-
-    eps is no argument of backward: it follows from the forward pass's rstd, as 1 / rstd^2 - var.
-    """
-    _, centered = _centered(b.x.to(acc), b.normalized_ndim, b.is_rms)
-    variance = _mean(centered.square(), b.normalized_ndim)
-    rstd = (variance + (b.rstd.pow(-2) - variance).detach()).rsqrt()
-    return centered * rstd, rstd
-
-
-def _project(b: BackwardArguments, t: Tensor, xhat: Tensor, rstd: Tensor) -> Tensor:
-    """P t, where P is the derivative of xhat with respect to x: on each row a symmetric map."""
-    along = _mean(t * xhat, b.normalized_ndim)
-    centered = t if b.is_rms else t - _mean(t, b.normalized_ndim)
-    return torch.addcmul(centered, xhat, along, value=-1) * rstd
-
-
 def of_affine(
     b: BackwardArguments,
     dz: Tensor,
@@ -204,7 +190,8 @@ def of_affine(
     dx = dweight = dbias = None
     leading = tuple(range(sum_from, b.x.dim() - b.normalized_ndim))
     if b.needs.dx:
-        dx = _project(b, dz if weight is None else dz * weight, xhat, rstd)
+        g = dz if weight is None else dz * weight
+        dx = project(g, xhat, rstd, b.normalized_ndim, b.is_rms)
         dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype)
     if b.needs.dweight:
         dweight = dz * xhat
@@ -221,11 +208,11 @@ def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
     of xhat counts as the identity.
     """
     acc = acc_dtype(b.x.dtype)
-    xhat, rstd = _normalized(b, acc)
+    xhat, rstd = normalized_again(b.x.to(acc), b.normalized_ndim, b.rstd, b.is_rms)
     weight, bias = shifted(b.weight, b.weight_offset, acc), to(b.bias, acc)
     dz = b.dy.to(acc) * b.output_scale
     if b.activation is not None:
-        dz = dz * slope(affine(xhat, weight, bias), b.activation)
+        dz = activate_backward(dz, affine(xhat, weight, bias), b.activation)
     dshift, dscale = modulation_gradients(b, dz, lambda: affine(xhat, weight, bias))
     if b.scale is not None:
         dz = dz * (1 + b.scale.to(acc))
@@ -246,76 +233,6 @@ def modulation_gradients(
     return dshift, dscale
 
 
-def _plus(*terms: Tensor | None) -> Tensor | None:
-    """The sum of the terms that are given."""
-    given = [term for term in terms if term is not None]
-    return functools.reduce(torch.add, given) if given else None
-
-
-def _times(first: Tensor | None, *factors: Tensor | None) -> Tensor | None:
-    """The product; a first factor that is not given is zero, any other is one."""
-    if first is None:
-        return None
-    return functools.reduce(torch.mul, (f for f in factors if f is not None), first)
-
-
-def double_backward(b: BackwardArguments, dd: Gradients) -> dict[str, Tensor | None]:
-    """The gradients of a backward operator's arguments, by name, from those of its results.
-
-    PyTorch could differentiate `backward`, but that takes half as long again. With
-        g = dy * output_scale * (1 + scale),    dz = g * activation'(z),    d = dz * weight
-    the results of backward are
-        dx = P d + dresidual,    dweight = sum of dz * xhat,    dbias = sum of dz,
-        dshift = sum of dy,    dscale = sum of dy * z,
-    so the sum of all results times their gradients is that of q * dz + r * dy over all elements,
-    with
-        q = weight * P ddx + ddweight * xhat + ddbias,    r = ddshift + ddscale * z.
-    It depends on dy directly and through dz, on scale through dz, on z through dz and r, on weight
-    and xhat through q, and on xhat and rstd through P.
-    """
-    acc, ndim = acc_dtype(b.x.dtype), b.normalized_ndim
-    ddx, ddshift, ddscale, ddweight, ddbias = (to(gradient, acc) for gradient in dd)
-    xhat, rstd = _normalized(b, acc)
-    weight = shifted(b.weight, b.weight_offset, acc)
-    z = affine(xhat, weight, to(b.bias, acc))
-    factor = b.output_scale if b.scale is None else b.output_scale * (1 + b.scale.to(acc))
-    first = None if b.activation is None else slope(z, b.activation)
-    second = second_slope(z, b.activation)
-    dy = b.dy.to(acc)
-    g = dy * factor
-    dz = g if first is None else g * first
-
-    projected = None if ddx is None else _project(b, ddx, xhat, rstd)
-    q = _plus(_times(projected, weight), _times(ddweight, xhat), ddbias)
-    by_g = _times(q, first)
-    by_dy = _plus(ddshift, _times(ddscale, z), None if by_g is None else by_g * factor)
-    by_z = _plus(None if second is None else _times(q, g, second), _times(ddscale, dy))
-
-    by_x = None
-    by_xhat = _plus(_times(ddweight, dz), _times(by_z, weight))
-    if ddx is not None and projected is not None:
-        d = dz if weight is None else dz * weight
-        along = ddx * _mean(d * xhat, ndim) + d * _mean(ddx * xhat, ndim)
-        by_xhat = _plus(by_xhat, -rstd * along)
-        by_x = -rstd * _mean(projected * d, ndim) * xhat  # through rstd, of which P is a multiple
-    if by_xhat is not None:
-        by_x = _plus(by_x, _project(b, by_xhat, xhat, rstd))
-
-    def of(argument: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-        if argument is None or gradient is None:
-            return None
-        return sum_to(gradient, argument.shape).to(argument.dtype)
-
-    return {
-        "dy": None if by_dy is None else by_dy.expand_as(dy).to(b.dy.dtype),
-        "x": to(by_x, b.x.dtype),
-        "dresidual": None if b.dresidual is None else dd.dx,
-        "scale": of(b.scale, _times(by_g, dy)),
-        "weight": of(b.weight, _plus(_times(projected, dz), _times(by_z, xhat))),
-        "bias": of(b.bias, by_z),
-    }
-
-
 def gate_backward(
     dresidual_out: Tensor, input: Tensor, gate: Tensor, needs_dinput: bool, needs_dgate: bool
 ) -> tuple[Tensor, Tensor]:
@@ -328,3 +245,17 @@ def gate_backward(
     if needs_dgate:
         dgate = sum_to(d * input.to(acc), gate.shape).to(gate.dtype)
     return dinput, dgate
+
+
+def results(
+    gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None], x: Tensor
+) -> tuple[Tensor, ...]:
+    """What a backward operator gives: the gradients of these tensors in their dtypes.
+
+    An empty tensor is given for no gradient; x's dtype counts for a tensor that is not there.
+    """
+    dtypes = [x.dtype if tensor is None else tensor.dtype for tensor in tensors]
+    return tuple(
+        x.new_empty(0, dtype=dtype) if gradient is None else gradient.to(dtype)
+        for gradient, dtype in zip(gradients, dtypes, strict=True)
+    )

@@ -17,8 +17,8 @@ from torch import Tensor
 from . import arguments, composite, formulas, load
 from .arguments import refuse
 from .family import Family, implement
-from .formulas import acc_dtype, activate, affine, shifted, slope, to
-from .operators import Arguments, Needs, describe
+from .formulas import acc_dtype, activate, activate_backward, affine, shifted, to
+from .operators import Arguments, describe
 from .operators import BackwardArguments as OfNorm
 
 ACTIVATIONS = ("silu", "sigmoid")
@@ -54,27 +54,7 @@ class GatedArguments(NamedTuple):
         )
 
 
-class BackwardArguments(NamedTuple):
-    """One call of rms_norm_gated_backward, in the order of its schema."""
-
-    dy: Tensor
-    x: Tensor
-    gate: Tensor
-    rstd: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    gate_first: bool
-    gate_activation: str
-    group_size: int
-    weight_offset: float
-    needs_dx: bool
-    needs_dgate: bool
-    needs_dweight: bool
-    needs_dbias: bool
-
-    @property
-    def needs(self) -> tuple[bool, ...]:
-        return self[10:]
+BackwardArguments = load.call_of(load.operators.rms_norm_gated_backward.default)
 
 
 # ---- The computation in PyTorch's operators.
@@ -122,43 +102,31 @@ def gradients(*args: Any) -> tuple[Tensor, ...]:
     factor = activate(gate, b.gate_activation)
     u = _groups(x * factor if b.gate_first else x, b.group_size)
     rstd = b.rstd.reshape(*u.shape[:-1], 1)
-    norm = OfNorm(dy, u, 1, u.new_empty(0), rstd, None, None, None, statistic="rms")
-    norm = norm._replace(needs=Needs(dx=True))
-    xhat, rstd = formulas._normalized(norm, acc)
+    xhat, rstd = formulas.normalized_again(u, 1, rstd, True)
     flat = xhat.flatten(-2)
     weight, bias = shifted(b.weight, b.weight_offset, acc), to(b.bias, acc)
     dz = dy if b.gate_first else dy * factor
     dx = dgate = dweight = dbias = None
     if b.needs_dx or (b.needs_dgate and b.gate_first):
         g = _groups(dz if weight is None else dz * weight, b.group_size)
-        du = formulas._project(norm, g, xhat, rstd).flatten(-2)
+        du = formulas.project(g, xhat, rstd, 1, True).flatten(-2)
         dx = du * factor if b.gate_first else du
         dgate = du * x if b.gate_first else None
     if b.needs_dgate:
         dgate = dy * affine(flat, weight, bias) if dgate is None else dgate
-        dgate = dgate * slope(gate, b.gate_activation)
+        dgate = activate_backward(dgate, gate, b.gate_activation)
     if b.needs_dweight and b.weight is not None:
         dweight = formulas.sum_to(dz * flat, b.weight.shape)
     if b.needs_dbias and b.bias is not None:
         dbias = formulas.sum_to(dz, b.bias.shape)
-    found = zip((dx, dgate, dweight, dbias), b.needs, _differentiated(b), strict=True)
-    return tuple(
-        like.new_empty(0) if gradient is None or not needed else gradient.to(like.dtype)
-        for gradient, needed, like in found
-    )
-
-
-def _differentiated(b: BackwardArguments) -> tuple[Tensor, ...]:
-    """The tensors whose shapes and dtypes the gradients have; x for one that is not there."""
-    return (b.x, b.gate, *(b.x if p is None else p for p in (b.weight, b.bias)))
+    needed = zip((dx, dgate, dweight, dbias), b.needs, strict=True)
+    found = [gradient if wanted else None for gradient, wanted in needed]
+    return formulas.results(found, b.differentiated, b.x)
 
 
 def composite_backward(*args: Any) -> tuple[Tensor, ...]:
     _check_backward(BackwardArguments(*args))
     return tuple(gradient.contiguous() for gradient in gradients(*args))
-
-
-# ---- Fakes. As with norms, backward's arguments are not checked here.
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,12 +136,6 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     groups = x.shape[-1] // a.group_size if a.group_size else 1
     y = x.new_empty(x.shape, dtype=a.out_dtype or x.dtype)
     return y, x.new_empty((0,), dtype=acc), x.new_empty((*x.shape[:-1], groups), dtype=acc)
-
-
-def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
-    b = BackwardArguments(*args)
-    of = zip(_differentiated(b), b.needs, strict=True)
-    return tuple(like.new_empty(like.shape if needed else (0,)) for like, needed in of)
 
 
 # ---- What a call must satisfy.
@@ -203,16 +165,14 @@ def check(a: GatedArguments) -> None:
     arguments.check_tensor("gate", gate)
     arguments.check_device("gate", gate, "input", input)
     if gate.shape != input.shape:
-        raise RuntimeError(
-            f"expected gate of the shape of input, {list(input.shape)}, got shape "
-            f"{list(gate.shape)}"
-        )
+        expected = f"of the shape of input, {list(input.shape)}"
+        raise arguments.shape_error("gate", expected, gate)
     arguments.check(a.norm)
     check_activation(a.gate_activation)
     check_group_size(a.group_size or None, input.shape[-1])
 
 
-def _check_backward(b: BackwardArguments) -> None:
+def _check_backward(b: Any) -> None:
     """Raises if rms_norm_gated_backward cannot take these arguments, as csrc/bindings/cuda does."""
     x, rstd, size = b.x, b.rstd, b.group_size
     arguments._check_given(x=x, dy=b.dy, gate=b.gate, rstd=rstd, weight=b.weight, bias=b.bias)
@@ -245,7 +205,7 @@ FAMILY = Family(
     gradients,
     statistic="rms",
 )
-implement(FAMILY, composite_forward, composite_backward, _fake, _fake_backward)
+implement(FAMILY, composite_forward, composite_backward, _fake)
 
 # Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
 rms_norm_gated = load.operators.rms_norm_gated.default._op

@@ -2,7 +2,7 @@
 """Norm and rotation of heads in PyTorch's operators, forward and backward, and the checks of calls.
 
 q and k are (batch, positions, heads, columns), or (batch, heads, positions, columns) with
-seq_dim=2. Each row, the last dimension, is normalized and rotated; csrc/bindings/schemas.cpp says
+seq_dim=2. Each row, the last dimension, is normalized and rotated; csrc/call/schemas.h says
 what the operators give.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from . import arguments, composite, load
 from .arguments import HALF, name_of
 from .autograd import needs_grad
-from .formulas import acc_dtype, affine, normalized, shifted, to
+from .formulas import acc_dtype, affine, normalized, project, results, shifted, to
 
 STATISTICS = (*arguments.STATISTICS, None)
 MOST_KERNEL_COLS = load.operators._limit("head_cols")
@@ -148,28 +148,11 @@ def composite_forward(*args: Any) -> tuple[Tensor, Tensor]:
     return with_k(a, laid_out)
 
 
-class BackwardArguments(NamedTuple):
-    """One call of qk_norm_rope_backward, in the order of its schema."""
+_BackwardCall: Any = load.call_of(load.operators.qk_norm_rope_backward.default)
 
-    dq_out: Tensor
-    dk_out: Tensor | None
-    q: Tensor
-    k: Tensor | None
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
-    rotary_dim: int
-    seq_dim: int
-    eps: float
-    statistic: str | None
-    weight_offset: float
-    interleaved: bool
-    inverse: bool
-    needs_dweight: bool
-    needs_dbias: bool
+
+class BackwardArguments(_BackwardCall):  # type: ignore[misc]
+    """One call of qk_norm_rope_backward."""
 
     @property
     def forward(self) -> HeadArguments:
@@ -190,13 +173,7 @@ class BackwardArguments(NamedTuple):
         q, k = (*found, none)[:2]
         parameters = (self.q_weight, self.k_weight, self.q_bias, self.k_bias)
         laid_out = (q[0], k[0], q[1], k[1], q[2], k[2])
-        dtypes = (self.q.dtype,) * 2 + tuple(
-            self.q.dtype if parameter is None else parameter.dtype for parameter in parameters
-        )
-        return tuple(
-            self.q.new_empty(0, dtype=dtype) if gradient is None else gradient
-            for gradient, dtype in zip(laid_out, dtypes, strict=True)
-        )
+        return results(laid_out, (self.q, self.q, *parameters), self.q)
 
 
 def _backward(b: BackwardArguments) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
@@ -211,15 +188,13 @@ def _backward(b: BackwardArguments) -> list[tuple[Tensor, Tensor | None, Tensor 
         _, xhat, rstd = normalize(a, x, weight, None)
         wide = shifted(weight, a.weight_offset, acc)
         g = dz if wide is None else dz * wide
-        dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
-        if a.statistic == "layer":
-            dx = dx - g.mean(-1, keepdim=True)
+        dx = project(g, xhat, rstd, 1, a.statistic == "rms")
         dweight = dbias = None
         if weight is not None and b.needs_dweight:
-            dweight = (dz * xhat).sum((0, 1, 2)).to(weight.dtype)
+            dweight = (dz * xhat).sum((0, 1, 2))
         if bias is not None and b.needs_dbias:
-            dbias = dz.sum((0, 1, 2)).to(bias.dtype)
-        found.append((dx * rstd, dweight, dbias))
+            dbias = dz.sum((0, 1, 2))
+        found.append((dx, dweight, dbias))
     return found
 
 
@@ -255,10 +230,11 @@ def check(a: HeadArguments) -> None:
         name, prefix = (q, "") if a.k is None else (side, f"{side}_")
         arguments.check_tensor(name, x)
         if x.dim() != 4:
-            raise RuntimeError(
-                f"expected {name} of four dimensions, (batch, positions, heads, columns) or with "
-                f"seq_dim=2 (batch, heads, positions, columns), got shape {list(x.shape)}"
+            expected = (
+                "of four dimensions, (batch, positions, heads, columns) or with seq_dim=2 (batch, "
+                "heads, positions, columns)"
             )
+            raise arguments.shape_error(name, expected, x)
         if side == "k":
             _check_beside_q(a, x)
         for what, parameter in ((f"{prefix}weight", weight), (f"{prefix}bias", bias)):
@@ -268,10 +244,8 @@ def check(a: HeadArguments) -> None:
             if a.statistic is None:
                 raise ValueError(f"expected no {what} beside statistic None, got one")
             if parameter.shape != x.shape[3:]:
-                raise RuntimeError(
-                    f"expected {what} of shape {[x.shape[3]]}, the size of a head, "
-                    f"got shape {list(parameter.shape)}"
-                )
+                expected = f"of shape {[x.shape[3]]}, the size of a head"
+                raise arguments.shape_error(what, expected, parameter)
             _check_device_and_dtype(what, parameter, q, a.q)
         if a.weight_offset != 0 and a.statistic is not None and weight is None:
             raise ValueError(
@@ -335,12 +309,11 @@ def _check_angles(a: HeadArguments) -> None:
             and (angles.dim() == 2 or shape[0] in (1, batch))
         )
         if not fits:
-            raise RuntimeError(
-                f"expected {name} of shape (positions, n) or (batch, positions, n), with "
-                f"{positions} positions, batch {batch}{'' if batch == 1 else ' or 1'}, and n "
-                f"{rotary // 2} or {rotary}, "
-                f"got shape {shape}"
+            expected = (
+                f"of shape (positions, n) or (batch, positions, n), with {positions} positions, "
+                f"batch {batch}{'' if batch == 1 else ' or 1'}, and n {rotary // 2} or {rotary}"
             )
+            raise arguments.shape_error(name, expected, angles)
         beside = "input" if a.k is None else "q"
         _check_device_and_dtype(name, angles, beside, a.q, may_be_float32=True)
     if cos.shape[-1] != sin.shape[-1] or cos.dtype != sin.dtype:

@@ -21,13 +21,14 @@ from . import load
 from .autograd import (
     Function,
     apply,
+    backward_autograd,
     call_operator,
     in_forward_mode,
     lower_levels,
     needs_grad,
     redispatch,
 )
-from .family import backward_autograd, folded
+from .family import folded
 from .head_formulas import (
     BackwardArguments,
     HeadArguments,
@@ -125,9 +126,7 @@ def _autograd(keyset: Any, *args: Any) -> Any:
     return redispatch(qk_norm_rope, keyset, *args)
 
 
-_autograd_backward = backward_autograd(
-    qk_norm_rope_backward, BackwardArguments, backward_by_formula
-)
+_autograd_backward = backward_autograd(qk_norm_rope_backward, backward_by_formula)
 
 
 # ---- vmap: the batch is part of the first dimension. Parameters of samples take the formulas.

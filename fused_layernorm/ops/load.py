@@ -8,7 +8,9 @@ registers the CUDA kernels; the other files of this folder register the rest.
 from __future__ import annotations
 
 import platform
+from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,3 +52,21 @@ def define_like(name: str, prefix: str) -> torch._ops.OpOverload:
     schema = str(getattr(operators, name).default._schema).removeprefix(f"{NAMESPACE}::")
     library.define(prefix + schema, tags=(torch.Tag.pt2_compliant_tag,))
     return getattr(operators, prefix + name).default
+
+
+def call_of(operator: torch._ops.OpOverload) -> Any:
+    """The class of an operator's calls: a named tuple of the arguments of its schema.
+
+    A backward operator's calls have `differentiated`, the tensors whose gradients it gives, in the
+    order of its results, and `needs`, the flags needs_d... that say whether each is asked for.
+    """
+    arguments = operator._schema.arguments
+    defaults = [a.default_value for a in arguments if a.has_default_value()]
+    call: Any = namedtuple(operator._opname, [a.name for a in arguments], defaults=defaults)  # type: ignore[misc]
+    flags = [a.name for a in arguments if a.name.startswith("needs_d")]
+    names = [flag.removeprefix("needs_d") for flag in flags]
+    members = {
+        "needs": property(lambda self: tuple(getattr(self, flag) for flag in flags)),
+        "differentiated": property(lambda self: tuple(getattr(self, name) for name in names)),
+    }
+    return type(operator._opname, (call,), members)

@@ -164,25 +164,32 @@ def _fields_of(overload: OpOverload) -> list[str]:
     ]
 
 
-class Operator:
-    """A forward operator, with conversions from and to the layout of its schema."""
+class _Laid:
+    """An operator, whose arguments by name are converted to the layout of its schema, and back."""
 
     def __init__(self, overload: OpOverload) -> None:
         self.overload = overload
         self.name = overload._opname  # without the namespace, as torch.library takes it
         self.fields = _fields_of(overload)
+        self._read = attrgetter(*(name.replace("needs_", "needs.") for name in self.fields))
+
+    def lay_out(self, call: Any) -> tuple[Any, ...]:
+        """The reverse of `arguments`."""
+        return self._read(call)
+
+
+class Operator(_Laid):
+    """A forward operator."""
+
+    def __init__(self, overload: OpOverload) -> None:
+        super().__init__(overload)
         self.has_residual = "residual" in self.fields
         self.is_modulated = "shift" in self.fields
         self.gives_statistics = self.name.endswith("_forward")
-        self._read = attrgetter(*self.fields)
 
     def arguments(self, *args: Any) -> Arguments:
         """The operator's arguments by name; the last ones may be absent."""
         return describe(**dict(zip(self.fields, args, strict=False)))
-
-    def lay_out(self, a: Arguments) -> tuple[Any, ...]:
-        """The reverse of `arguments`."""
-        return self._read(a)
 
     def outputs(self, r: Results) -> Any:
         """The results that the operator gives: a tensor or a tuple of tensors."""
@@ -297,27 +304,20 @@ class BackwardArguments(NamedTuple):
         return self.x.dtype, dshift, dscale, self.parameter_dtype, self.parameter_dtype
 
 
-class BackwardOperator:
-    """A backward operator, with conversions from and to the layout of its schema."""
+class BackwardOperator(_Laid):
+    """A backward operator."""
 
     def __init__(self, overload: OpOverload) -> None:
-        self.overload = overload
-        self.name = overload._opname  # without the namespace, as torch.library takes it
-        self.fields = _fields_of(overload)
+        super().__init__(overload)
         # The names of the gradients that the operator gives; needs_dx says if dx is asked for.
         self.gradients = [g for g in Gradients._fields if f"needs_{g}" in self.fields]
         self._needs = [f"needs_{gradient}" for gradient in self.gradients]
-        self._read = attrgetter(*(name.replace("needs_", "needs.") for name in self.fields))
 
     def arguments(self, *args: Any) -> BackwardArguments:
         """The operator's arguments by name; the last ones may be absent."""
         named = dict(zip(self.fields, args, strict=False))
         needs = dict(zip(self.gradients, map(named.pop, self._needs), strict=True))
         return BackwardArguments(**named, needs=Needs(**needs))
-
-    def lay_out(self, b: BackwardArguments) -> tuple[Any, ...]:
-        """The reverse of `arguments`."""
-        return self._read(b)
 
     def outputs(self, b: BackwardArguments, found: Gradients) -> tuple[Tensor, ...]:
         """The gradients that the operator gives, with an empty tensor for each that is None."""
@@ -356,40 +356,7 @@ def backward_of(shift: Tensor | None, scale: Tensor | None) -> BackwardOperator:
     return LAYER_NORM_BACKWARD if shift is None and scale is None else ADA_LAYER_NORM_BACKWARD
 
 
-class GatedBackwardArguments(NamedTuple):
-    """One call of add_ada_layer_norm_backward, in the order of its schema."""
-
-    dy: Tensor
-    x: Tensor
-    input: Tensor
-    gate: Tensor
-    normalized_ndim: int
-    mean: Tensor
-    rstd: Tensor
-    shift: Tensor | None
-    scale: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    dresidual: Tensor | None
-    needs_dx: bool
-    needs_dinput: bool
-    needs_dgate: bool
-    needs_dshift: bool
-    needs_dscale: bool
-    needs_dweight: bool
-    needs_dbias: bool
-    statistic: str = "layer"
-    weight_offset: float = 0.0
-
-    @property
-    def needs_gate_backward(self) -> bool:
-        return self.needs_dinput or self.needs_dgate
-
-    @property
-    def of_norm(self) -> tuple[Any, ...]:
-        """The arguments of ada_layer_norm_backward, whose dx gate_backward may need."""
-        of_norm = self._replace(needs_dx=self.needs_dx or self.needs_gate_backward)
-        return tuple(getattr(of_norm, name) for name in ADA_LAYER_NORM_BACKWARD.fields)
+_GatedBackward = load.call_of(load.add_ada_layer_norm_backward)
 
 
 def gated_backward(
@@ -404,9 +371,13 @@ def gated_backward(
     """
 
     def add_ada_layer_norm_backward(*args: Any) -> tuple[Tensor, ...]:
-        g = GatedBackwardArguments(*args)
-        dx, *gradients = ada_layer_norm_backward(*g.of_norm)
-        if g.needs_gate_backward:
+        g = _GatedBackward(*args)
+        needs_gate_backward = g.needs_dinput or g.needs_dgate
+        of_norm = g._replace(needs_dx=g.needs_dx or needs_gate_backward)
+        dx, *gradients = ada_layer_norm_backward(
+            *(getattr(of_norm, name) for name in ADA_LAYER_NORM_BACKWARD.fields)
+        )
+        if needs_gate_backward:
             of_gate = gate_backward(dx, g.input, g.gate, g.needs_dinput, g.needs_dgate)
         elif checks:  # x stands for its own gradient
             of_gate = gate_backward(g.x, g.input, g.gate, False, False)

@@ -1,52 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forwards that replace those of diffusers' modules that modulate a norm's output.
 
-Each of these modules holds a LayerNorm, multiplies its output by 1 + scale and adds shift. A linear
-layer computes shift and scale from the model's conditioning. The forwards here compute norm and
-modulation in one kernel. They are written as those in forwards.py are.
+Each of these modules holds a LayerNorm, multiplies its output by 1 + scale and adds shift, which it
+computes from the model's conditioning. A swapped module computes norm and modulation in one kernel,
+and all else by the source of its class's own forward.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import ast
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..functional import ada_layer_norm, layer_norm
 from ..modules import FusedLayerNorm
 from ..ops.arguments import HALF, broadcasts
 from ..stock import LAYER_NORM_FORWARD, LayerNorm, are_supported
+from . import source
 from .classes import Forward, is_as_read, must_be_called
 from .forwards import float32, matched, of_layer_norm
-
-# For each forward, the names of the norms that it computes without calling them.
-NORMS: dict[Forward, tuple[str, ...]] = {}
+from .rewritten import attribute_of_self, before
 
 torch.fx.wrap("_modulated")
-
-
-def _computes(*names: str) -> Callable[[Forward], Forward]:
-    """Decorates a forward that computes these norms of its module without calling them.
-
-    Where one of the norms must be called, because of a hook for example, it returns None: the
-    class's own forward then runs (classes._or_stock).
-    """
-
-    def decorate(fused: Forward) -> Forward:
-        @functools.wraps(fused)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            for name in names:
-                if not _need_not_be_called(getattr(self, name)):
-                    return None
-            return fused(self, *args, **kwargs)
-
-        NORMS[forward] = names
-        return forward
-
-    return decorate
 
 
 def _need_not_be_called(norm: Any) -> bool:
@@ -71,8 +49,8 @@ def _forward_of(norm: Any) -> Forward | None:
 def _modulate(
     norm: Any,
     x: Tensor,
-    shift: Tensor | None,
-    scale: Tensor | None,
+    shift: Tensor | None = None,
+    scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, by default the norm's own."""
@@ -139,197 +117,82 @@ def _beside(x: Tensor, modulation: Tensor | None) -> Tensor | None:
     return modulation.to(torch.float32 if x.dtype in HALF else x.dtype)
 
 
-def _with_rest(
-    norm: Any, x: Tensor, chunks: Any, which: range, dtype: torch.dtype | None = None
-) -> tuple[Tensor, ...]:
-    """norm(x), modulated by the first two of these chunks of (batch, columns), and the others.
+# ---- The forwards.
 
-    torch.fx traces chunks by index alone: it does not know how many there are.
+
+def derived(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The class's own forward with each norm and its modulation in one call of `_modulate`.
+
+    Where a norm must be called, because of a hook for example, it is None: the class's own forward
+    then runs (classes._or_stock).
     """
-    shift, scale, *rest = [chunks[i] for i in which]
-    return _modulate(norm, x, shift[:, None], scale[:, None], dtype), *rest
+    cls: Any = type(self)
+    if not hasattr(cls, "_derived"):  # another thread unswaps the module
+        return None
+    if all(_need_not_be_called(getattr(self, name)) for name in cls._known.norms):
+        return cls._derived(self, *args, **kwargs)
+    return None
 
 
-# ---- diffusers.models.normalization.
+def members(cls: type[nn.Module]) -> dict[str, Any]:
+    """What a swapped class needs for `derived`, from the source of the class's forward."""
+    made = source.decorated(cls.forward)
+    tree = _Rewrite().visit(made.tree)
+    # `_modulate` is a default, for the module may lose what its class gives it during a call.
+    tree.args.kwonlyargs.append(ast.arg("_modulate"))
+    tree.args.kw_defaults.append(ast.Constant(None))
+    forward = source.execute(made.function, tree, made.decorators)
+    forward.__kwdefaults__["_modulate"] = _modulate  # type: ignore[index]
+    return {"_derived": forward}
 
 
-@_computes("norm")
-def ada_layer_norm_by_timestep(
-    self: Any, x: Tensor, timestep: Tensor | None = None, temb: Tensor | None = None
-) -> Tensor:
-    if self.emb is not None:
-        temb = self.emb(timestep)
-    temb = self.linear(self.silu(temb))
-    if self.chunk_dim == 1:
-        shift, scale = temb.chunk(2, dim=1)
-        shift, scale = shift[:, None, :], scale[:, None, :]
-    else:
-        scale, shift = temb.chunk(2, dim=0)
-    return _modulate(self.norm, x, shift, scale)
+class _Rewrite(ast.NodeTransformer):
+    """Puts `_modulate(self.norm, x, shift, scale)` for `self.norm(x) * (1 + scale) + shift`.
+
+    The norm may have been given a name before: then the name is given to x, and the norm waits.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, tuple[ast.expr, list[ast.keyword]]] = {}
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        norm, target = _norm(node.value), node.targets[0]
+        if norm is None or not isinstance(target, ast.Name):
+            return self.generic_visit(node)
+        attribute, node.value, dtype = norm
+        self.waiting[target.id] = attribute, dtype
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        x: ast.expr = node
+        operands: dict[str, ast.expr] = {}
+        for operation, name in ((ast.Add, "shift"), (ast.Mult, "scale")):
+            if isinstance(x, ast.BinOp) and isinstance(x.op, operation):
+                operands[name], x = x.right, x.left
+        norm = _norm(x)
+        if norm is None and isinstance(x, ast.Name) and x.id in self.waiting:
+            attribute, dtype = self.waiting[x.id]
+            norm = attribute, x, dtype
+        if norm is None:
+            return self.generic_visit(node)
+        if "scale" in operands:
+            operands["scale"] = _scale(operands["scale"])
+        given = [ast.keyword(*operand) for operand in operands.items()]
+        return ast.Call(ast.Name("_modulate", ast.Load()), [*norm[:2]], [*given, *norm[2]])
 
 
-@_computes("norm")
-def zero(
-    self: Any,
-    x: Tensor,
-    timestep: Tensor | None = None,
-    class_labels: Tensor | None = None,
-    hidden_dtype: torch.dtype | None = None,
-    emb: Any = None,
-) -> tuple[Tensor, ...]:
-    if self.emb is not None:
-        emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
-    emb = self.linear(self.silu(emb))
-    return _with_rest(self.norm, x, emb.chunk(6, dim=1), range(6))
+def _norm(node: ast.expr) -> tuple[ast.expr, ast.expr, list[ast.keyword]] | None:
+    """self.norm, x and [dtype=dtype], of self.norm(x) or self.norm(x).to(dtype=dtype)."""
+    call, dtype = before(".to(dtype=dtype)", node), []
+    if call is not node:
+        dtype = node.keywords  # type: ignore[attr-defined]
+    is_norm = isinstance(call, ast.Call) and (attribute_of_self(call.func) or "").startswith("norm")
+    return (call.func, call.args[0], dtype) if is_norm else None
 
 
-@_computes("norm")
-def zero_single(self: Any, x: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
-    return _with_rest(self.norm, x, self.linear(self.silu(emb)).chunk(3, dim=1), range(3))
-
-
-@_computes("norm")
-def zero_x(self: Any, hidden_states: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
-    """SD3.5's module: two modulations of one norm."""
-    chunks = self.linear(self.silu(emb)).chunk(9, dim=1)
-    first = _with_rest(self.norm, hidden_states, chunks, range(6))
-    return *first, *_with_rest(self.norm, hidden_states, chunks, range(6, 9))
-
-
-@_computes("norm")
-def continuous(self: Any, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
-    emb = self.linear(self.silu(conditioning_embedding).to(x.dtype))
-    scale, shift = emb.chunk(2, dim=1)
-    return _modulate(self.norm, x, shift[:, None], scale[:, None])
-
-
-@_computes("norm")
-def lumina_continuous(self: Any, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
-    scale = self.linear_1(self.silu(conditioning_embedding).to(x.dtype))
-    y = _modulate(self.norm, x, None, scale[:, None])
-    return y if self.linear_2 is None else self.linear_2(y)
-
-
-@_computes("norm_x", "norm_c")
-def text_and_image(
-    self: Any, x: Tensor, context: Tensor, emb: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    chunks = self.linear(self.silu(emb)).chunk(12, dim=1)
-    of_image = _with_rest(self.norm_x, x, chunks, range(6))
-    return *of_image, *_with_rest(self.norm_c, context, chunks, range(6, 12))
-
-
-@_computes("norm")
-def cogvideox_zero(
-    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor
-) -> tuple[Tensor, ...]:
-    y, encoder_y, gate, encoder_gate = _of_two(self, hidden_states, encoder_hidden_states, temb)
-    return y, encoder_y, gate[:, None, :], encoder_gate[:, None, :]
-
-
-def _of_two(self: Any, x: Tensor, encoder_x: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
-    chunks = self.linear(self.silu(temb)).chunk(6, dim=1)
-    y, gate = _with_rest(self.norm, x, chunks, range(3))
-    encoder_y, encoder_gate = _with_rest(self.norm, encoder_x, chunks, range(3, 6))
-    return y, encoder_y, gate, encoder_gate
-
-
-# ---- Modules of single models.
-
-
-@_computes("norm")
-def hunyuan_shift(self: Any, x: Tensor, emb: Tensor) -> Tensor:
-    shift = self.linear(self.silu(emb.to(torch.float32)).to(emb.dtype))
-    return _modulate(self.norm, x, shift.unsqueeze(1), None)
-
-
-@_computes("norm")
-def easyanimate_zero(
-    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor
-) -> tuple[Tensor, ...]:
-    return _of_two(self, hidden_states, encoder_hidden_states, temb)
-
-
-@_computes("norm")
-def chroma_zero(
-    self: Any,
-    x: Tensor,
-    timestep: Tensor | None = None,
-    class_labels: Tensor | None = None,
-    hidden_dtype: torch.dtype | None = None,
-    emb: Any = None,
-) -> tuple[Tensor, ...]:
-    if self.emb is not None:
-        emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
-    return _with_rest(self.norm, x, emb.flatten(1, 2).chunk(6, dim=1), range(6))
-
-
-@_computes("norm")
-def chroma_zero_single(self: Any, x: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
-    return _with_rest(self.norm, x, emb.flatten(1, 2).chunk(3, dim=1), range(3))
-
-
-@_computes("norm")
-def chroma_continuous(self: Any, x: Tensor, emb: Tensor) -> Tensor:
-    shift, scale = emb.flatten(1, 2).to(x.dtype).chunk(2, dim=1)
-    return _modulate(self.norm, x, shift[:, None], scale[:, None])
-
-
-@_computes("norm", "norm_context")
-def cogview4_zero(
-    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor
-) -> tuple[Tensor, ...]:
-    dtype = hidden_states.dtype
-    return _cogview4_zero(self, hidden_states, encoder_hidden_states, temb, dtype)
-
-
-@_computes("norm", "norm_context")
-def cogview4_zero_033(
-    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor
-) -> tuple[Tensor, ...]:
-    """diffusers 0.33, where the norms' outputs are not cast."""
-    return _cogview4_zero(self, hidden_states, encoder_hidden_states, temb, None)
-
-
-def _cogview4_zero(
-    self: Any, x: Tensor, encoder_x: Tensor, temb: Tensor, dtype: torch.dtype | None
-) -> tuple[Tensor, ...]:
-    chunks = self.linear(temb).chunk(12, dim=1)  # the image's chunks alternate with the text's
-    of_image = _with_rest(self.norm, x, chunks, range(0, 12, 2), dtype)
-    return *of_image, *_with_rest(self.norm_context, encoder_x, chunks, range(1, 12, 2), dtype)
-
-
-@_computes("norm")
-def cogview4_continuous(self: Any, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
-    scale, shift = self.linear(conditioning_embedding.to(x.dtype)).chunk(2, dim=1)
-    return _modulate(self.norm, x, shift[:, None], scale[:, None])
-
-
-@_computes("norm")
-def cosmos(
-    self: Any, hidden_states: Tensor, embedded_timestep: Tensor, temb: Tensor | None = None
-) -> Tensor:
-    temb = None if temb is None else temb[..., : 2 * self.embedding_dim]
-    shift, scale = _cosmos_embedding(self, embedded_timestep, temb).chunk(2, dim=-1)
-    return _modulate(self.norm, hidden_states, shift, scale)
-
-
-@_computes("norm")
-def cosmos_zero(
-    self: Any, hidden_states: Tensor, embedded_timestep: Tensor, temb: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    shift, scale, gate = _cosmos_embedding(self, embedded_timestep, temb).chunk(3, dim=-1)
-    return _modulate(self.norm, hidden_states, shift, scale), gate
-
-
-def _cosmos_embedding(self: Any, embedded_timestep: Tensor, temb: Tensor | None) -> Tensor:
-    emb: Tensor = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
-    if temb is not None:
-        emb = emb + temb
-    return emb.unsqueeze(1) if emb.ndim == 2 else emb
-
-
-@_computes("norm")
-def flux3(self: Any, hidden_states: Tensor, temb: Tensor) -> Tensor:
-    scale, shift = self.linear(self.act_fn(temb)).chunk(2, dim=-1)
-    return _modulate(self.norm, hidden_states, shift, scale)
+def _scale(factor: Any) -> ast.expr:
+    """scale, of 1 + scale; scale[index], of (1 + scale)[index]."""
+    if isinstance(factor, ast.Subscript):
+        return ast.Subscript(_scale(factor.value), factor.slice, ast.Load())
+    scale: ast.expr = factor.right
+    return scale

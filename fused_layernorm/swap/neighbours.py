@@ -334,7 +334,7 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
         return None
     try:
         made = source.decorated(outer)
-        tree, rewrite = copy.deepcopy(made.tree), _Rewrite()
+        tree, rewrite = made.tree, _Rewrite()
         tree.body = rewrite.block(tree.body)
         if not rewrite.pairs:
             return None

@@ -36,16 +36,13 @@ Sources = dict[str, Known]
 
 
 def _rows(kind: str, sources: dict[str, Forward]) -> Sources:
-    return {
-        digest: Known(kind, forward, modulated.NORMS.get(forward, ()))
-        for digest, forward in sources.items()
-    }
+    return {digest: Known(kind, forward) for digest, forward in sources.items()}
 
 
 # By (module, class), from the digest of a forward's source to what is known of it: classes whose
 # forward calls functions of other modules.
 _BY_CLASS: dict[tuple[str, str], Sources] = {
-    **{name: _rows("layer", sources) for name, sources in table.CLASSES.items()},
+    **table.CLASSES,
     **{name: _rows("layer", sources) for name, sources in liger.LAYER_NORMS.items()},
     **{name: _rows("group", sources) for name, sources in groups.CLASSES.items()},
     **{
@@ -228,11 +225,17 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str:
-    """The kind of a fused module."""
+    """The kind of a fused module; nothing for one that another thread has unswapped since."""
     known: Known | None = getattr(type(module), "_known", None)
     if known is not None:
         return known.kind
-    return next(of.kind for cls, (of, _) in _OF_PYTORCH.items() if isinstance(module, cls))
+    return next((of.kind for cls, (of, _) in _OF_PYTORCH.items() if isinstance(module, cls)), "")
+
+
+def class_with(cls: type[nn.Module], known: Known, parts: tuple[Part, ...]) -> type[nn.Module]:
+    """The subclass of cls with the forward that is known."""
+    members = modulated.members(cls) if known.forward is modulated.derived else {}
+    return made_class(cls, known, parts, **members)
 
 
 def remade(
@@ -247,6 +250,7 @@ def remade(
         return made_class(cls, known, (Part(cls, "forward", cls.forward),))
     found = source.read(cls)
     sources = _BY_CLASS.get((cls.__module__, cls.__qualname__), _BY_SOURCE)
-    if found is None or sources.get(found.digest) != known:
+    of_source = None if found is None else sources.get(found.digest)
+    if found is None or of_source is None or of_source.forward is not forward:
         return cls
-    return made_class(cls, known, found.parts)
+    return class_with(cls, of_source, found.parts)

@@ -15,7 +15,6 @@ give them, is taken for granted.
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -246,7 +245,7 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
             return f"the source of its {FUNCTION} is not one that fused_layernorm knows"
         norms = _ends_in_norms(made.tree)
         rewrite = _Rewrite(norms)
-        tree = rewrite.visit(copy.deepcopy(made.tree))
+        tree = rewrite.visit(made.tree)
         if rewrite.rotations != 1:
             return unknown
         parts = (Part(cls, "forward", outer), *function.parts)

@@ -8,14 +8,12 @@ imported. A class whose forward has a source that is not listed for it is not sw
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from . import forwards, modulated
+from .classes import Forward, Known
 from .source import INHERITED
 
 # From the digest of a forward's source (source.digest) to the forward that replaces it.
-Sources = dict[str, Callable[..., Any]]
+Sources = dict[str, Forward]
 
 # timm 0.9.16 to 1.0.31, of which LayerNormExp2d is from 1.0 on; torchvision 0.25 to 0.29.
 _TIMM_2D: Sources = {"79f26c715f41cfb4": forwards.timm_channels_first}
@@ -37,49 +35,40 @@ _TIMM_AND_TORCHVISION: dict[str, Sources] = {
 }
 
 # diffusers 0.30 to 0.42
-_COGVIEW4_ZERO: Sources = {
-    "1af89a8ef57df395": modulated.cogview4_zero,
-    "442855f4498819c9": modulated.cogview4_zero_033,
-}
-_COGVIEW4_CONTINUOUS: Sources = {"1a65221adbc46d72": modulated.cogview4_continuous}
 _DIFFUSERS_2D: Sources = {"b8368036ad147b67": forwards.channels_first}
 _DIFFUSERS: dict[str, Sources] = {
-    "normalization.AdaLayerNorm": {"fbcdc9f74fcac789": modulated.ada_layer_norm_by_timestep},
-    "normalization.AdaLayerNormContinuous": {"961af26f6e036213": modulated.continuous},
-    "normalization.AdaLayerNormZero": {"072840286b6a1e18": modulated.zero},
-    "normalization.AdaLayerNormZeroSingle": {"3b705ecdc0cc1898": modulated.zero_single},
-    "normalization.CogVideoXLayerNormZero": {"0dda031af00ff245": modulated.cogvideox_zero},
-    "normalization.CogView3PlusAdaLayerNormZeroTextImage": {
-        "43432242074f5369": modulated.text_and_image
-    },
     "normalization.FP32LayerNorm": {"af7a0dca50e92d88": forwards.float32},
-    "normalization.LuminaLayerNormContinuous": {"eaab430818850a35": modulated.lumina_continuous},
-    "normalization.SD35AdaLayerNormZeroX": {"4f33ed13df517b4f": modulated.zero_x},
-    "transformers.hunyuan_transformer_2d.AdaLayerNormShift": {
-        "45eb5d767685e228": modulated.hunyuan_shift
-    },
-    "transformers.transformer_chroma.ChromaAdaLayerNormContinuousPruned": {
-        "5c6ed48ec8f98c0a": modulated.chroma_continuous
-    },
-    "transformers.transformer_chroma.ChromaAdaLayerNormZeroPruned": {
-        "5d2cdaaa3566c0b7": modulated.chroma_zero
-    },
-    "transformers.transformer_chroma.ChromaAdaLayerNormZeroSinglePruned": {
-        "db969a5da8107b32": modulated.chroma_zero_single
-    },
-    "transformers.transformer_cogview4.CogView4AdaLayerNormContinuous": _COGVIEW4_CONTINUOUS,
-    "transformers.transformer_cogview4.CogView4AdaLayerNormZero": _COGVIEW4_ZERO,
-    "transformers.transformer_cosmos.CosmosAdaLayerNorm": {"92e2a218ad8e9e08": modulated.cosmos},
-    "transformers.transformer_cosmos.CosmosAdaLayerNormZero": {
-        "43f91adf60c160e6": modulated.cosmos_zero
-    },
-    "transformers.transformer_easyanimate.EasyAnimateLayerNormZero": {
-        "b409380e7b4c6241": modulated.easyanimate_zero
-    },
-    "transformers.transformer_flux3.Flux3AdaLayerNorm": {"03a1efc6b28e1b2f": modulated.flux3},
-    "transformers.transformer_glm_image.GlmImageAdaLayerNormContinuous": _COGVIEW4_CONTINUOUS,
-    "transformers.transformer_glm_image.GlmImageAdaLayerNormZero": _COGVIEW4_ZERO,
     "unets.unet_stable_cascade.SDCascadeLayerNorm": _DIFFUSERS_2D,
+}
+# The classes that modulate norms, by the names of these; with the digests of several releases.
+_COGVIEW4_CONTINUOUS, _COGVIEW4_ZERO = "1a65221adbc46d72", "1af89a8ef57df395 442855f4498819c9"
+_MODULATED: dict[tuple[str, ...], dict[str, str]] = {
+    ("norm",): {
+        "normalization.AdaLayerNorm": "fbcdc9f74fcac789",
+        "normalization.AdaLayerNormContinuous": "961af26f6e036213",
+        "normalization.AdaLayerNormZero": "072840286b6a1e18",
+        "normalization.AdaLayerNormZeroSingle": "3b705ecdc0cc1898",
+        "normalization.CogVideoXLayerNormZero": "0dda031af00ff245",
+        "normalization.LuminaLayerNormContinuous": "eaab430818850a35",
+        "normalization.SD35AdaLayerNormZeroX": "4f33ed13df517b4f",
+        "transformers.hunyuan_transformer_2d.AdaLayerNormShift": "45eb5d767685e228",
+        "transformers.transformer_chroma.ChromaAdaLayerNormContinuousPruned": "5c6ed48ec8f98c0a",
+        "transformers.transformer_chroma.ChromaAdaLayerNormZeroPruned": "5d2cdaaa3566c0b7",
+        "transformers.transformer_chroma.ChromaAdaLayerNormZeroSinglePruned": "db969a5da8107b32",
+        "transformers.transformer_cogview4.CogView4AdaLayerNormContinuous": _COGVIEW4_CONTINUOUS,
+        "transformers.transformer_cosmos.CosmosAdaLayerNorm": "92e2a218ad8e9e08",
+        "transformers.transformer_cosmos.CosmosAdaLayerNormZero": "43f91adf60c160e6",
+        "transformers.transformer_easyanimate.EasyAnimateLayerNormZero": "b409380e7b4c6241",
+        "transformers.transformer_flux3.Flux3AdaLayerNorm": "03a1efc6b28e1b2f",
+        "transformers.transformer_glm_image.GlmImageAdaLayerNormContinuous": _COGVIEW4_CONTINUOUS,
+    },
+    ("norm", "norm_context"): {
+        "transformers.transformer_cogview4.CogView4AdaLayerNormZero": _COGVIEW4_ZERO,
+        "transformers.transformer_glm_image.GlmImageAdaLayerNormZero": _COGVIEW4_ZERO,
+    },
+    ("norm_x", "norm_c"): {
+        "normalization.CogView3PlusAdaLayerNormZeroTextImage": "43432242074f5369",
+    },
 }
 _WUERSTCHEN = "wuerstchen.modeling_wuerstchen_common.WuerstchenLayerNorm"
 
@@ -152,9 +141,9 @@ def _by_module(path: str) -> tuple[str, str]:
     return module, cls
 
 
-# By (module, class).
-CLASSES: dict[tuple[str, str], Sources] = {
-    _by_module(path): sources
+# By (module, class), from the digest of a forward's source to what is known of it.
+CLASSES: dict[tuple[str, str], dict[str, Known]] = {
+    _by_module(path): {digest: Known("layer", forward) for digest, forward in sources.items()}
     for path, sources in {
         **_TIMM_AND_TORCHVISION,
         **{f"diffusers.models.{name}": sources for name, sources in _DIFFUSERS.items()},
@@ -162,4 +151,10 @@ CLASSES: dict[tuple[str, str], Sources] = {
         f"diffusers.pipelines.deprecated.{_WUERSTCHEN}": _DIFFUSERS_2D,
         **{_in_transformers(name): sources for name, sources in _TRANSFORMERS.items()},
     }.items()
+} | {
+    _by_module(f"diffusers.models.{name}"): {
+        digest: Known("layer", modulated.derived, norms) for digest in digests.split()
+    }
+    for norms, classes in _MODULATED.items()
+    for name, digests in classes.items()
 }
