@@ -605,7 +605,7 @@ def test_a_failed_allocation_is_out_of_memory(device, monkeypatch, add):
 
         monkeypatch.setattr(calls, name, fail)
         with pytest.raises(type(failure)) as caught:
-            function(*(x, x)[: 1 + add], normalized_shape=(8,))
+            function(*(x, x)[: 1 + add], normalized_shape=(8,), activation="relu")
         return caught.value
 
     found = raised(RuntimeError(NO_MEMORY))
