@@ -9,6 +9,9 @@ input sharded over a normalized dimension is redistributed first.
 
 The gate of rms_norm_gated is sharded as its input is.
 
+Samples are independent in group_norm, whose input may stay sharded over them; a shift or scale of
+samples and channels is sharded with it.
+
 q and k of qk_norm_rope may be sharded over samples, heads or positions; cos and sin are sharded
 with the samples and positions, weights and biases are replicated.
 
@@ -25,7 +28,7 @@ import torch
 from torch._ops import OpOverload
 
 from .integrations.after_import import after_import
-from .ops import gated, heads, load
+from .ops import gated, groups, heads, load
 from .ops.operators import BACKWARD, FORWARD
 
 # Arguments that have a row, or a number, for each row.
@@ -57,12 +60,15 @@ def register_sharding_rules() -> None:
         value = getattr(call, name)
         if not hasattr(value, "ndim"):
             return None
-        if name == "mean" and call.statistic == "rms":
+        if name == "mean" and getattr(call, "statistic", "layer") == "rms":
             return Replicate()  # it is empty
         if name in _ROWS or name in _ROWS_OF_HEADS:
             return placement
         if name in _MODULATIONS:
-            return of_modulation(placement, value, x)
+            is_of_groups = hasattr(call, "num_groups")
+            return (
+                of_samples(placement, value) if is_of_groups else of_modulation(placement, value, x)
+            )
         return (
             of_angles(placement, value, x, call.seq_dim) if name in ("cos", "sin") else Replicate()
         )
@@ -71,6 +77,9 @@ def register_sharding_rules() -> None:
         """The placement of an argument's gradient, where x has `placement`."""
         is_whole = isinstance(argument, Shard) or not isinstance(placement, Shard)
         return (argument or Replicate()) if is_whole else Partial()
+
+    def of_samples(placement: Placement, modulation: Any) -> Placement:
+        return placement if modulation.ndim > 1 else Replicate()
 
     def rules_of(operator: OpOverload) -> Callable[..., list[Any]]:
         Call, count = load.call_of(operator), len(operator._schema.returns)
@@ -93,14 +102,15 @@ def register_sharding_rules() -> None:
             if not operator._opname.endswith("_forward"):
                 return [placement] * count
             # The mean of an RMSNorm, as that of gated norms always is, is empty.
-            is_rms = getattr(call, "statistic", "rms") == "rms"
+            is_rms = operator in gated_norms or getattr(call, "statistic", "layer") == "rms"
             return [*[placement] * (count - 2), Replicate() if is_rms else placement, placement]
 
         def rules(*args: Any, **kwargs: Any) -> list[Any]:
             call = Call(*args)
             x = next(getattr(call, name) for name in ("x", "input", "q") if name in call._fields)
             columns = 0 if operator is load.gate_backward else 1
-            dims = x.ndim - getattr(call, "normalized_ndim", columns)
+            rows = x.ndim - getattr(call, "normalized_ndim", columns)
+            dims = 1 if operator in group_norms else rows
             found = []
             for placement in (Replicate(), *map(Shard, range(dims))):
                 inputs = {name: of_argument(call, name, x, placement) for name in call._fields}
@@ -110,10 +120,13 @@ def register_sharding_rules() -> None:
 
         return rules
 
+    group_norms, gated_norms = (
+        (family.plain, family.forward, family.backward) for family in (groups.FAMILY, gated.FAMILY)
+    )
     for operator in (
         *(one.overload for one in (*FORWARD, *BACKWARD)),
         *(load.gate_backward, load.add_ada_layer_norm_backward),
-        *(gated.FAMILY.plain, gated.FAMILY.forward, gated.FAMILY.backward),
+        *(*group_norms, *gated_norms),
         *(heads.qk_norm_rope, heads.qk_norm_rope_backward),
     ):
         register_sharding([operator])(rules_of(operator))

@@ -317,6 +317,28 @@ def gated_norms_stay_sharded(mesh):
 
 
 @case
+def group_norms_stay_sharded(mesh):
+    """Over samples, without a collective in either direction, also with a shift and a scale."""
+    shape = (2 * mesh.size(), 8, 3, 5)
+    x, weight, bias, shift, scale = made(mesh.device_type, shape, 8, 8, shape[:2], shape[:2])
+    samples = Shard(0)
+    for options, plain, gradients in (
+        ({"activation": "silu"}, (x, weight, bias), [samples, Partial(), Partial()]),
+        ({}, (x, shift, scale, weight, bias), [samples] * 3 + [Partial()] * 2),
+    ):
+        norm = fused_layernorm.group_norm if options else fused_layernorm.ada_group_norm
+        expected = norm(plain[0], 4, *plain[1:], **options)
+        dy = torch.randn_like(expected)
+        of_plain = torch.autograd.grad(expected, plain, dy)
+        placements = [samples if g == samples else Replicate() for g in gradients]
+        leaves, given = spread(plain, mesh, placements), distribute_tensor(dy, mesh, [samples])
+        with no_collective():
+            y = norm(leaves[0], 4, *leaves[1:], **options)
+            found = torch.autograd.grad(y, leaves, given)
+        same((y, *found), (expected, *of_plain), [samples, *gradients])
+
+
+@case
 def rows_stay_sharded(mesh):
     """Neither direction needs a collective. The parameters' gradients are partial sums."""
     for normalized_ndim, options in (
