@@ -6,7 +6,7 @@ from typing import Any
 
 import numerics
 import pytest
-import reference as float64_reference
+import reference
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
@@ -17,7 +17,6 @@ from fused_layernorm.ops import head_formulas, heads
 # Without types: mypy cannot count tensors that are passed with a star.
 norm_rope: Any = fused_layernorm.norm_rope
 qk_norm_rope: Any = fused_layernorm.qk_norm_rope
-reference: Any = float64_reference
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 Q_HEADS, K_HEADS = 6, 2
