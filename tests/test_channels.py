@@ -334,26 +334,6 @@ def test_modules(device, cls, affine):
         scripted(wrong)
 
 
-@pytest.mark.parametrize(
-    ("error", "options", "message"),
-    [
-        (TypeError, {"dim": [1]}, "expected dim to be an int, got list"),
-        (IndexError, {"dim": 4}, "expected dim from -4 to 3 for input of 4 dimensions, got 4"),
-        (ValueError, {"dim": 1, "normalized_shape": (6,)}, "dim or normalized_shape, got both"),
-        (RuntimeError, {"dim": 1, "weight": torch.ones(5)},
-         r"expected weight of shape \[6\], the size of dimension 1 of input, got shape \[5\]"),
-        (RuntimeError, {"dim": 1, "weight": torch.ones(6, 4)},
-         r"expected weight of shape \[6\].*got shape \[6, 4\]"),
-        (RuntimeError, {"dim": 1, "weight": torch.ones(6).half()}, "weight of dtype float32"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("norm", [fl.layer_norm, fl.rms_norm])
-def test_errors(device, norm, error, options, message):
-    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    with pytest.raises(error, match=message):
-        norm(torch.randn(2, 6, 4, 4, device=device), **given)
-
-
 # ---- swap. Each source that swap_channels knows has one line; LayerNorms over channels are in
 # ---- test_swap_table.py.
 

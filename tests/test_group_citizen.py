@@ -4,10 +4,8 @@ direct calls and the override of ATen."""
 
 import contextlib
 import itertools
-import math
 from typing import Any
 
-import numerics
 import pytest
 import reference
 import torch
@@ -193,124 +191,6 @@ def test_autocast_casts_half_parameters(device):
     y.sum().backward()
     assert weight.grad is not None
     assert weight.grad.dtype == BF16
-
-
-# ---- Bad input: (exception, sentence, what takes an argument's place).
-
-FLOATS = "float32, float16, bfloat16 or float64"
-OF_SAMPLES = (
-    "of shape [4, 6], a number for each channel of each sample, which sizes of 1 may follow"
-)
-KNOWN = "None, 'gelu', 'gelu_tanh', 'silu', 'relu' or 'leaky_relu'"
-BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (RuntimeError, "expected num_groups that divides the 6 channels of input, got 4",
-     {"num_groups": 4}),
-    (RuntimeError, "expected num_groups of at least 1, got 0", {"num_groups": 0}),
-    (RuntimeError, "expected num_groups of at least 1, got -2", {"num_groups": -2}),
-    (TypeError, "expected num_groups to be an int, got float", {"num_groups": 2.0}),
-    (TypeError, "expected num_groups to be an int, got bool", {"num_groups": True}),
-    (TypeError, "expected num_groups to be an int, got NoneType", {"num_groups": None}),
-    (RuntimeError, "expected input of at least two dimensions, (samples, channels, ...), got shape "
-     "[6]", {"input": ((6,), F32)}),
-    (NotImplementedError, f"expected input of dtype {FLOATS}, got int64",
-     {"input": ((4, 6), torch.int64)}),
-    (TypeError, "expected input to be a tensor, got int", {"input": 3}),
-    (RuntimeError, "expected weight of shape [6], a number for each channel of input, got shape "
-     "[3]", {"weight": ((3,), F32)}),
-    (RuntimeError, "expected bias of shape [6], a number for each channel of input, got shape "
-     "[1, 6]", {"bias": ((1, 6), F32)}),
-    (RuntimeError, "expected weight of dtype float32 beside input of float32, got bfloat16",
-     {"weight": ((6,), BF16)}),
-    (RuntimeError, "expected weight of dtype float16 or float32 beside input of float16, got "
-     "bfloat16", {"input": ((4, 6, 5), F16), "weight": ((6,), BF16)}),
-    (RuntimeError, "expected weight and bias of one dtype, got bfloat16 and float32",
-     {"input": ((4, 6, 5), BF16), "weight": ((6,), BF16), "bias": ((6,), F32)}),
-    (TypeError, "expected weight to be a tensor, got float", {"weight": 1.0}),
-    (RuntimeError, f"expected shift {OF_SAMPLES}, got shape [6]", {"shift": ((6,), F32)}),
-    (RuntimeError, f"expected scale {OF_SAMPLES}, got shape [1, 6]", {"scale": ((1, 6), F32)}),
-    (RuntimeError, f"expected shift {OF_SAMPLES}, got shape [4, 6, 5]",
-     {"shift": ((4, 6, 5), F32)}),
-    (TypeError, "expected shift to be a tensor, got float", {"shift": 0.0}),
-    (TypeError, "expected scale to be a tensor, got int", {"scale": 1}),
-    (RuntimeError, "expected shift of dtype float32 beside input of float32, got float64",
-     {"shift": ((4, 6), F64)}),
-    (ValueError, f"expected activation {KNOWN}, got 'tanh'", {"activation": "tanh"}),
-    (ValueError, "expected scale to be a finite number, got inf", {"output_scale": math.inf}),
-    (TypeError, "expected scale to be a number, got str", {"output_scale": "2"}),
-    (ValueError, "expected eps to be a number, got nan", {"eps": math.nan}),
-    (TypeError, "expected eps to be a number, got str", {"eps": "1e-5"}),
-    (ValueError, f"expected out_dtype {FLOATS}, got int32", {"out_dtype": torch.int32}),
-]  # fmt: skip
-
-
-def call_of(bad, device):
-    made = numerics.made({"input": ((4, 6, 5), F32), "num_groups": 2, **bad}, device)
-    if "shift" in bad or "scale" in bad:
-        return lambda: fl.ada_group_norm(**made)
-    if "output_scale" in made:
-        made["scale"] = made.pop("output_scale")
-    return lambda: fl.group_norm(**made)
-
-
-@pytest.mark.parametrize(
-    ("error", "sentence", "bad"), BAD, ids=lambda v: v if isinstance(v, str) else ""
-)
-def test_errors(device, error, sentence, bad):
-    with pytest.raises(error) as caught:
-        call_of(bad, device)()
-    assert str(caught.value) == sentence
-    with torch._subclasses.FakeTensorMode(), pytest.raises(error) as caught:
-        call_of(bad, device)()
-    assert str(caught.value) == sentence
-
-
-@pytest.mark.parametrize(
-    ("error", "sentence", "bad"), BAD[::3], ids=lambda v: v if isinstance(v, str) else ""
-)
-def test_errors_of_compiled_calls(error, sentence, bad):
-    torch._dynamo.reset()
-    with pytest.raises(Exception) as caught:  # noqa: PT011  (Dynamo may wrap it)
-        torch.compile(call_of(bad, "cpu"), backend="eager")()
-    assert sentence in str(caught.value)
-
-
-def test_other_norms_do_not_know_leaky_relu(device):
-    with pytest.raises(ValueError, match="got 'leaky_relu'"):
-        fl.layer_norm(torch.ones(2, 4, device=device), normalized_shape=4, activation="leaky_relu")
-    with pytest.raises((RuntimeError, ValueError), match=r"activation must be|expected activation"):
-        OPS.layer_norm(torch.ones(2, 4, device=device), 1, None, None, 1e-5, "leaky_relu")
-
-
-# What the backward operator refuses, on every device: an argument's position, what takes its place.
-OF_STATISTICS = "mean and rstd must be those of the forward pass"
-BACKWARD = [
-    (0, ((4, 6), F32), "dy must have the shape of the input"),
-    (2, 4, "num_groups must be at least one and divide the channels"),
-    (2, 0, "num_groups must be at least one and divide the channels"),
-    (3, ((4, 1), F32), OF_STATISTICS),
-    (4, ((4, 2), F64), OF_STATISTICS),
-    (5, ((6,), F32), "shift must have a number for each channel of each sample"),
-    (6, ((4, 6, 5), F32), "scale must have a number for each channel of each sample"),
-    (7, ((5,), F32), "weight must have a number for each channel"),
-    (8, None, "a gradient is asked for of a parameter that is not there"),
-    (9, "tanh", f"activation must be {KNOWN}, got 'tanh'"),
-]
-
-
-@pytest.mark.parametrize(("position", "bad", "sentence"), BACKWARD)
-def test_errors_of_backward(device, position, bad, sentence):
-    x = torch.ones(4, 6, 5, device=device)
-    of_groups, of_samples, of_channels = x[..., 0, :2], x[..., 0], x[0, :, 0]
-    args = [x, x, 2, of_groups, of_groups, of_samples, of_samples, of_channels, of_channels, "silu"]
-    args = [*args, 1.0, *[True] * 5]
-    args[3] = args[4] = torch.ones(4, 2, device=device)
-    args[position] = (
-        torch.ones(bad[0], device=device, dtype=bad[1]) if isinstance(bad, tuple) else bad
-    )
-    with pytest.raises(RuntimeError) as caught:
-        OPS.group_norm_backward(*args)
-    # On CUDA the stable ABI of torch 2.11 and older names the place in front.
-    assert f"fused_layernorm: {sentence}" in str(caught.value).split("\n")[0]
 
 
 def test_what_kernels_cannot_count_is_pytorchs():
