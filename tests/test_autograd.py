@@ -8,7 +8,7 @@ import forms
 import pytest
 import torch
 import torch.nn.functional as F
-from forms import NAMES, ROWS
+from forms import ALL_NAMES, NAMES, ROWS, TAKE_ACTIVATIONS
 from numerics import ACTIVATIONS
 from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -40,6 +40,14 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
     ("residual", RMS),
     ("modulated", RMS),
     ("gated", RMS),
+    ("groups", {}),
+    ("groups", {"activation": "silu"}),
+    ("groups", {"activation": "leaky_relu"}),
+    ("gates", {}),
+    ("gates", {"gate_activation": "sigmoid", "group_size": 2}),
+    ("gates", {"gate_first": True, "group_size": 2}),
+    ("gates", {"gate_first": True, "gate_activation": "sigmoid"}),
+    ("channels", {"activation": "silu"}),
 ]
 EVERY_FORM = pytest.mark.parametrize(("kind", "options"), FORMS, ids=str)
 
@@ -92,14 +100,24 @@ def some(count):
     return [mask for mask in itertools.product((True, False), repeat=count) if any(mask)]
 
 
-@pytest.mark.parametrize("statistic", ["layer", "rms"])
-@pytest.mark.parametrize("kind", NAMES)
-def test_gradcheck_where_some_are_absent(device, kind, statistic):
-    names = NAMES[kind]
+def options_of(kind, **others):
+    """Those that are there, with an activation where the function takes one."""
+    return others | ({"activation": "silu"} if kind in TAKE_ACTIVATIONS else {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(kind, options_of(kind)) for kind in ALL_NAMES]
+    + [(kind, options_of(kind, **RMS)) for kind in NAMES],
+    ids=str,
+)
+def test_gradcheck_where_some_are_absent(device, kind, options):
     tensors = forms.tensors(kind, device, (2, 2, 3))
-    absent = [name in ("gate", "shift", "scale", "weight", "bias") for name in names]
-    activation = "silu" if kind in ("plain", "residual") else None
-    function = forms.ours(kind, statistic=statistic, activation=activation)
+    absent = [
+        name in ("shift", "scale", "weight", "bias") or (name, kind) == ("gate", "gated")
+        for name in ALL_NAMES[kind]
+    ]
+    function = forms.ours(kind, **options)
     for mask in some(sum(absent)):
         choice = iter(mask)
         present = [not (may and next(choice)) for may in absent]
@@ -113,11 +131,10 @@ def test_gradcheck_where_some_are_absent(device, kind, statistic):
         assert gradgradcheck(of_present, used, fast_mode=True)
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", ALL_NAMES)
 def test_gradcheck_where_some_are_frozen(device, kind):
     tensors = forms.tensors(kind, device, (2, 2, 3))
-    activation = "silu" if kind in ("plain", "residual") else None
-    function = forms.ours(kind, activation=activation)
+    function = forms.ours(kind, **options_of(kind))
     for mask in some(len(tensors)):
         assert gradcheck(function, forms.leaves(tensors, mask), fast_mode=True)
         assert gradgradcheck(function, forms.leaves(tensors, mask), fast_mode=True)
@@ -264,26 +281,31 @@ BATCHED = {
     "modulated": [("x",), ("x", "shift", "scale"), ("scale",), NAMES["modulated"]],
     "gated": [("x", "residual"), ("x", "residual", "gate", "shift", "scale"), ("gate", "shift"),
               ("residual", "scale", "weight"), NAMES["gated"]],
+    "groups": [("x",), ("x", "shift", "scale"), ("scale", "weight"), ("x", "bias"),
+               ALL_NAMES["groups"]],
+    "gates": [("x",), ("gate",), ("x", "gate"), ("weight",), ALL_NAMES["gates"]],
+    "channels": [("x",), ("x", "weight")],
 }  # fmt: skip
 
 
 @on_devices(VMAPS, ["vmap", "vmap of grad", "vmap of grad of grad", "grad of vmap"])
 @pytest.mark.parametrize(
-    ("kind", "batched"), [(kind, names) for kind in NAMES for names in BATCHED[kind]], ids=str
+    ("kind", "batched"), [(kind, names) for kind in BATCHED for names in BATCHED[kind]], ids=str
 )
 def test_vmap(device, name, kind, batched):
     """The dimension that vmap goes over is the first of some tensors, and the last of others."""
     dims: list[int | None] = []
     tensors = list(forms.tensors(kind, device))
-    for i, argument in enumerate(NAMES[kind]):
+    for i, argument in enumerate(ALL_NAMES[kind]):
         is_batched = argument in batched
         dims.append((0, -1)[i % 2] if is_batched else None)
         if is_batched:
             tensors[i] = torch.stack([tensors[i], tensors[i].sin(), -tensors[i]], (0, -1)[i % 2])
     every = tuple(range(len(tensors)))
-    activation = "gelu" if kind in ("plain", "residual") else None
-    for statistic in ("layer", "rms"):
-        options: dict[str, Any] = {"activation": activation, "statistic": statistic}
+    for statistic in ("layer", "rms") if kind in NAMES else ("layer",):
+        options = {"activation": "gelu"} if kind in TAKE_ACTIVATIONS else {}
+        if kind in NAMES:
+            options["statistic"] = statistic
         results = [
             VMAPS[name](f, every, tuple(dims))(*tensors)
             for f in (forms.ours(kind, **options), forms.stock(kind, **options))

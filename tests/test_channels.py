@@ -241,28 +241,6 @@ def test_more_than_2_31_elements():
     torch.testing.assert_close(y[2, :, -3:].float(), expected, atol=0.02, rtol=0.02)
 
 
-def test_higher_orders(device):
-    x = torch.randn(2, 5, 3, 2, device=device, dtype=F64, requires_grad=True)
-    weight, bias = (torch.randn(5, device=device, dtype=F64, requires_grad=True) for _ in range(2))
-
-    def layer(x, weight, bias):
-        return fl.layer_norm(x, weight, bias, dim=1, activation="silu")
-
-    def rms(x, weight):
-        return fl.rms_norm(x, weight, dim=1)
-
-    assert torch.autograd.gradcheck(layer, (x, weight, bias), check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(layer, (x, weight, bias))
-    assert torch.autograd.gradgradcheck(rms, (x, weight))
-
-
-def test_vmap(device):
-    x = torch.randn(4, 2, 5, 3, 2, device=device)
-    weight = torch.randn(5, device=device)
-    found = torch.vmap(lambda x: fl.layer_norm(x, weight, dim=1))(x)
-    torch.testing.assert_close(found, fl.layer_norm(x, weight, dim=2))
-
-
 @pytest.mark.gpu
 def test_autocast():
     x = torch.randn(2, 16, 8, 8, device="cuda").to(BF16)

@@ -11,7 +11,6 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
 import fused_layernorm as fl
@@ -216,31 +215,6 @@ def test_opcheck(device, shape, dtypes, options, traced):
     opcheck(operator, (*given, *[True] * 4), test_utils=every)
     for wanted in range(4):
         opcheck(operator, (*given, *(i == wanted for i in range(4))), test_utils=QUICK)
-
-
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_derivatives_of_two_orders_and_forward_mode(device, form):
-    given = inputs(device, (2, 16))
-    for count in (4, 3, 2):
-        leaves = given[:count]
-        assert gradcheck(fused(**form), leaves, check_forward_ad=True, check_batched_grad=True)
-        assert gradgradcheck(fused(**form), leaves)
-
-
-@pytest.mark.parametrize("batched", [(0,), (1,), (0, 1), (2,), (0, 1, 2, 3)], ids=str)
-def test_vmap_and_gradients_of_samples(device, batched):
-    given = inputs(device, (3, 16), grad=False)
-    args = [torch.stack([t, t.flip(0)], 1) if i in batched else t for i, t in enumerate(given)]
-    dims = tuple(1 if i in batched else None for i in range(4))
-
-    def grads(function):
-        return torch.func.grad(lambda *t: function(*t).square().sum(), (0, 1, 2, 3))
-
-    for form in (FORMS[0], FORMS[5]):
-        slow: Any = lambda *t, form=form: plainly(*t, **form)  # noqa: E731
-        for one, other in ((fused(**form), slow), (grads(fused(**form)), grads(slow))):
-            found, expected = (torch.func.vmap(f, dims)(*args) for f in (one, other))
-            torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("x_dtype", [F32, F16, BF16, F64])
