@@ -2,7 +2,6 @@
 """Norms over one dimension, such as the channels of NCHW: the numerics contract in every order of
 memory, strides of results and gradients, bits, higher orders, compilers, modules, errors."""
 
-import copy
 import functools
 import math
 from typing import Any
@@ -14,13 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import LAYOUTS, ROW_LAYOUTS, Problem, covering, ids, misaligned, within
-from swaps import digest
 from torch import nn
 from torch.library import opcheck
 
 import fused_layernorm as fl
-from fused_layernorm import is_fused, swap_norms
-from fused_layernorm.swap import channels as swap_channels
+from fused_layernorm import swap_norms
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 OPS = torch.ops.fused_layernorm
@@ -312,67 +309,11 @@ def test_modules(device, cls, affine):
         scripted(wrong)
 
 
-# ---- swap. Each source that swap_channels knows has one line; LayerNorms over channels are in
-# ---- test_swap_table.py.
-
-D = "diffusers.models.autoencoders."
-CLASSES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
-    "wan": (D + "autoencoder_kl_wan", "WanRMS_norm", {"dim": 24, "images": False},
-            (2, 24, 3, 4, 6)),
-    "wan_bias": (D + "autoencoder_kl_wan", "WanRMS_norm", {"dim": 24, "bias": True}, (2, 24, 4, 6)),
-    "kandinsky6": (D + "autoencoder_kandinsky6_sr", "Kandinsky6VAERMSNorm", {"num_channels": 24},
-                   (2, 24, 3, 4, 6)),
-    "ltx2": (D + "autoencoder_kl_ltx2", "PerChannelRMSNorm", {}, (2, 24, 3, 4, 6)),
-    "timm": ("timm.layers.norm", "RmsNorm2d", {"channels": 24}, (2, 24, 4, 6)),
-    "timm_fp32": ("timm.layers.norm", "RmsNorm2dFp32", {"channels": 24}, (2, 24, 4, 6)),
-    "timm_act": ("timm.layers.norm_act", "RmsNormAct2d", {"num_channels": 24}, (2, 24, 4, 6)),
-    "timm_act_fp32": ("timm.layers.norm_act", "RmsNormAct2dFp32", {"num_channels": 24},
-                      (2, 24, 4, 6)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("order", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
-@pytest.mark.parametrize("name", CLASSES)
-def test_swapped_as_the_stock_module(device, name, dtype, order):
-    module, cls, arguments, shape = CLASSES[name]
-    stock = libraries.class_of(module, cls)(**arguments).to(device, dtype)
-    for parameter in stock.parameters():
-        nn.init.normal_(parameter)
-    x = ORDERS[order](torch.randn(shape, device=device).to(dtype))
-    dy = torch.randn(shape, device=device).to(dtype)
-
-    def run(module, dtype=dtype):
-        given = x.detach().to(dtype).requires_grad_()
-        y = module(given)
-        return y, *torch.autograd.grad(y, [given, *module.parameters()], dy.to(dtype))
-
-    exact = run(copy.deepcopy(stock).double(), F64)
-    expected = run(stock)
-    swapped = swap_norms(stock)
-    assert is_fused(swapped)
-    found = run(swapped)
-    tolerance = {F32: 1e-4, BF16: 0.05}[dtype]
-    close = functools.partial(torch.testing.assert_close, atol=tolerance, rtol=tolerance)
-    for one, other, truth in zip(found, expected, exact, strict=True):
-        assert one.dtype == other.dtype
-        close(one.double(), truth.double())
-    # PyTorch's CPU kernel adds up the bfloat16 gradients of parameters in bfloat16, which alone is
-    # twice this tolerance away from float64.
-    for one, other in list(zip(found, expected, strict=True))[: None if dtype == F32 else 2]:
-        close(one, other)
-    assert found[0].stride() == expected[0].stride()
-
-
-def test_a_line_for_each_source():
-    lines = {(module, cls) for module, cls, *_ in CLASSES.values()}
-    assert set(swap_channels.CLASSES) <= lines
-    found = {digest(libraries.class_of(*line)) for line in lines}
-    assert set(swap_channels.SOURCES) <= found
+# ---- A swapped class; its results are compared in test_swapped_classes.py.
 
 
 def test_a_vector_of_zeros_stays_zero(device):
-    cls = libraries.class_of(D + "autoencoder_kl_wan", "WanRMS_norm")
+    cls = libraries.class_of("diffusers.models.autoencoders.autoencoder_kl_wan", "WanRMS_norm")
     module = swap_norms(cls(24).to(device))
     x = torch.zeros(2, 24, 4, 6, device=device, requires_grad=True)
     y = module(x)
