@@ -246,8 +246,3 @@ def test_norm_layer_of_timm(name, device):
     fused.load_state_dict(stock.state_dict())
     inputs = {"x": inputs["x"].to(device)}
     same(gradients(fused.to(device), inputs), gradients(stock.to(device), inputs))
-
-
-def test_norm_layer_of_timm_with_an_eps():
-    model, _ = timm_model("timm_vit", norm_layer=partial(FusedLayerNorm, eps=1e-6))
-    assert {norm.eps for norm in norms_of(model)} == {1e-6}

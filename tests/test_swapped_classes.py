@@ -212,7 +212,7 @@ def of_channels(module, name, options, shape):
 # By kind: its lines, what makes a module of one, and mean and deviation of parameters, which show
 # whether they are used; the mixtures of dtypes of x and of parameters, also under autocast.
 HALF = (F16, BF16)
-KINDS: dict[str, tuple[dict[str, Any], Any, tuple[float, float], Any, Any]] = {
+KINDS: dict[str, tuple[Any, ...]] = {
     "layer": (LAYERS, of_layers, (1.0, 0.3),
               [*((t, t) for t in (F32, F64, *HALF)), *((t, F32) for t in HALF)],
               itertools.product((F32, BF16), repeat=2)),
