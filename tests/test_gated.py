@@ -287,8 +287,11 @@ def test_backward_gives_the_gradients_that_are_asked_for(device, biased):
     bias = bias if biased else None
     rstd = OPS.rms_norm_gated_forward(x, gate, weight, bias, 1e-5)[2]
     args = (torch.randn_like(x), x, gate, rstd, weight, bias, False, "silu", 0, 0.0)
-    masks = [(*m, b) for m in itertools.product((True, False), repeat=3) for b in {False, biased}]
-    numerics.check_masks(OPS.rms_norm_gated_backward, args, masks)
+    every = OPS.rms_norm_gated_backward(*args, True, True, True, biased)
+    for mask in itertools.product((True, False), repeat=3 + biased):
+        found = OPS.rms_norm_gated_backward(*args, *mask, *[False] * (1 - biased))
+        for one, whole, needed in zip(found, every, mask, strict=False):
+            assert torch.equal(one, whole) if needed else one.shape == (0,)
 
 
 def test_nan_stays_in_its_group_and_nothing_gives_nothing(device):
