@@ -16,14 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from fused_layernorm import (
-    FusedAddLayerNorm,
-    FusedLayerNorm,
-    ada_layer_norm,
-    add_ada_layer_norm,
-    add_layer_norm,
-    layer_norm,
-)
+import fused_layernorm as fl
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 pytestmark = pytest.mark.cpu_operators
@@ -74,7 +67,7 @@ def test_gradcheck_of_several_dimensions(device, activation):
     tensors = [torch.randn(size, device=device, dtype=F64) for size in ((2, 3, 4), (3, 4), (3, 4))]
 
     def function(*tensors):
-        return layer_norm(*tensors, activation=activation)
+        return fl.layer_norm(*tensors, activation=activation)
 
     assert gradcheck(function, forms.leaves(tensors), check_batched_grad=True)
     assert gradgradcheck(function, forms.leaves(tensors))
@@ -188,7 +181,7 @@ def test_operators_have_gradients_of_their_own(device, kind, suffix):
     assert not any(t.requires_grad for t in statistics[-2:])
 
 
-@pytest.mark.parametrize("function", [layer_norm, ada_layer_norm])
+@pytest.mark.parametrize("function", [fl.layer_norm, fl.ada_layer_norm])
 def test_forward_mode_checks_its_arguments(device, function):
     x, wrong = torch.randn(3, 5, device=device), torch.ones(4, device=device)
     with pytest.raises(RuntimeError, match=r"expected (shift that broadcasts|input of|weight of)"):
@@ -198,8 +191,8 @@ def test_forward_mode_checks_its_arguments(device, function):
 def test_half_precision_in_forward_mode(device):
     x, scale = torch.randn(3, 64, device=device).to(BF16), torch.randn(64, device=device)
     for function, tensor in (
-        (lambda x: layer_norm(x, scale), x),
-        (lambda scale: ada_layer_norm(x, None, scale), scale),
+        (lambda x: fl.layer_norm(x, scale), x),
+        (lambda scale: fl.ada_layer_norm(x, None, scale), scale),
     ):
         # jvp's annotation includes a third value, which it returns only with has_aux.
         y, tangent = cast(tuple[Any, Any], jvp(function, (tensor,), (tensor,)))
@@ -315,15 +308,15 @@ def test_vmap(device, name, kind, batched):
 
 def test_vmap_without_leading_dimensions(device):
     x, shift = torch.randn(2, 7, 5, device=device, dtype=F64)
-    found = vmap(lambda x, shift: ada_layer_norm(x, shift, normalized_shape=(5,)))(x, shift)
+    found = vmap(lambda x, shift: fl.ada_layer_norm(x, shift, normalized_shape=(5,)))(x, shift)
     torch.testing.assert_close(found, F.layer_norm(x, (5,)) + shift)
 
 
 def test_vmap_of_modulations_of_fewer_dimensions(device):
     """A sample has modulations of (D,) and an input of (S, D). vmap puts its dimension first."""
     x, (shift, scale) = torch.randn(3, 5, 4, device=device), torch.randn(2, 3, 4, device=device)
-    found = vmap(ada_layer_norm)(x, shift, scale)
-    torch.testing.assert_close(found, ada_layer_norm(x, shift[:, None], scale[:, None]))
+    found = vmap(fl.ada_layer_norm)(x, shift, scale)
+    torch.testing.assert_close(found, fl.ada_layer_norm(x, shift[:, None], scale[:, None]))
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -332,7 +325,7 @@ def test_vmap_does_not_enlarge_a_sample(device, batched):
     x = torch.randn(3, 5, 4, device=device)
     scale = torch.randn(3, 3, 1, 4, device=device)
     with pytest.raises(RuntimeError, match="expected scale that broadcasts"):
-        vmap(ada_layer_norm, in_dims=(0, None, 0 if batched else None))(
+        vmap(fl.ada_layer_norm, in_dims=(0, None, 0 if batched else None))(
             x, None, scale if batched else scale[0]
         )
 
@@ -344,7 +337,7 @@ def test_first_order_stays_on_the_kernels(device):
     x, weight, bias = forms.tensors("plain", device, dtype=F32)
 
     def loss(*t):
-        return layer_norm(*t, activation="gelu").sum()
+        return fl.layer_norm(*t, activation="gelu").sum()
 
     leaves = forms.leaves((x, weight, bias))
     for run in (
@@ -356,10 +349,10 @@ def test_first_order_stays_on_the_kernels(device):
             run()
         assert calls.names == ["layer_norm_forward", "layer_norm_backward"]
     with forms.Calls() as calls:
-        vmap(lambda x: layer_norm(x, weight, bias))(x)
+        vmap(lambda x: fl.layer_norm(x, weight, bias))(x)
         with torch.no_grad():
-            add_layer_norm(*leaves[:1] * 2, normalized_shape=4)
-        add_layer_norm(*leaves[:1] * 2, normalized_shape=4)
+            fl.add_layer_norm(*leaves[:1] * 2, normalized_shape=4)
+        fl.add_layer_norm(*leaves[:1] * 2, normalized_shape=4)
     assert calls.names == ["layer_norm", "add_layer_norm", "add_layer_norm_forward"]
 
 
@@ -370,13 +363,13 @@ class Tagged(torch.Tensor):
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_tensor_subclass_stays(device, requires_grad):
     x = torch.randn(3, 5, device=device).as_subclass(Tagged).requires_grad_(requires_grad)
-    y = layer_norm(x, normalized_shape=5)
+    y = fl.layer_norm(x, normalized_shape=5)
     assert type(y) is Tagged
     assert y.requires_grad == requires_grad
     torch.testing.assert_close(
         y.as_subclass(torch.Tensor), F.layer_norm(x.as_subclass(torch.Tensor), (5,))
     )
-    out = add_layer_norm(x, x, normalized_shape=5)
+    out = fl.add_layer_norm(x, x, normalized_shape=5)
     assert [type(o) for o in out] == [Tagged, Tagged]
     if requires_grad:
         y.sum().backward()
@@ -393,8 +386,8 @@ def test_lazily_negated_tensors(device, negated, autocast):
     def gradients(dy, **named):
         tensors = forms.leaves(named.values())
         with torch.autocast(device, BF16, enabled=autocast):
-            y = layer_norm(tensors[0], *tensors[2:])
-            outputs = (y, *add_layer_norm(*tensors))
+            y = fl.layer_norm(tensors[0], *tensors[2:])
+            outputs = (y, *fl.add_layer_norm(*tensors))
         return (*outputs, *torch.autograd.grad(outputs, tensors, [dy] * 3))
 
     values = torch.complex(torch.zeros_like(plain[negated]), -plain[negated])
@@ -406,13 +399,13 @@ def test_lazily_negated_tensors(device, negated, autocast):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(device, use_reentrant):
     torch.manual_seed(0)
-    norm, add_norm = FusedLayerNorm(32, activation="gelu"), FusedAddLayerNorm(32)
+    norm, add_norm = fl.FusedLayerNorm(32, activation="gelu"), fl.FusedAddLayerNorm(32)
     modules = nn.ModuleList([norm, add_norm, nn.Linear(32, 32)]).to(device)
     shift = torch.randn(32, device=device)
 
     def block(x):
         y, residual = add_norm(modules[2](norm(x)), x)
-        return add_ada_layer_norm(y, residual, shift, shift, shift)[0]
+        return fl.add_ada_layer_norm(y, residual, shift, shift, shift)[0]
 
     x = torch.randn(6, 32, device=device)
     results = []
@@ -431,7 +424,7 @@ def test_saved_tensors_pass_through_hooks(device):
     weight, bias = (torch.randn(32, device=device, requires_grad=True) for _ in "wb")
 
     def norm():
-        return layer_norm(x, weight, bias, activation="silu").float().sum()
+        return fl.layer_norm(x, weight, bias, activation="silu").float().sum()
 
     saved = forms.saved_by(norm)
     shapes = sorted(tuple(t.shape) for t in saved)
@@ -447,17 +440,17 @@ def test_inference_mode(device):
     x = torch.randn(3, 8, device=device)
     weight = torch.ones(8, device=device, requires_grad=True)
     with torch.inference_mode():
-        outputs = (layer_norm(x, weight), *add_layer_norm(x, x, weight))
+        outputs = (fl.layer_norm(x, weight), *fl.add_layer_norm(x, x, weight))
         inside = x * 1
     assert all(y.is_inference() for y in outputs)
-    assert torch.equal(outputs[0].clone(), layer_norm(x, weight).detach())
-    assert not layer_norm(inside, normalized_shape=8).requires_grad
+    assert torch.equal(outputs[0].clone(), fl.layer_norm(x, weight).detach())
+    assert not fl.layer_norm(inside, normalized_shape=8).requires_grad
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-        layer_norm(inside, weight)
+        fl.layer_norm(inside, weight)
 
 
 def test_hooks_and_accumulation(device):
-    norm = FusedLayerNorm(8).to(device)
+    norm = fl.FusedLayerNorm(8).to(device)
     seen = []
     norm.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     norm.register_full_backward_hook(lambda module, gi, go: seen.append("module"))
@@ -477,7 +470,7 @@ def test_hooks_and_accumulation(device):
 
 def test_backward_twice(device):
     x = torch.randn(3, 8, device=device, requires_grad=True)
-    y = layer_norm(x, normalized_shape=8).pow(2).sum()
+    y = fl.layer_norm(x, normalized_shape=8).pow(2).sum()
     y.backward(retain_graph=True)
     assert x.grad is not None
     first = x.grad.clone()
@@ -491,7 +484,7 @@ def test_backward_twice(device):
 def test_grad_scaler():
     torch.manual_seed(0)
     results = []
-    for norm in (FusedLayerNorm(32), torch.nn.LayerNorm(32)):
+    for norm in (fl.FusedLayerNorm(32), torch.nn.LayerNorm(32)):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(32, 32), norm, torch.nn.Linear(32, 1)).cuda()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)

@@ -21,19 +21,7 @@ from swaps import (
 from tiny_transformers import GemmaHere, WrittenHere
 from torch import nn
 
-from fused_layernorm import (
-    FusedLayerNorm,
-    FusedRMSNorm,
-    is_fused,
-    register_swap,
-    rms_norm,
-    swap_layer_norm,
-    swap_norms,
-    swap_rms_norm,
-    unswap_layer_norm,
-    unswap_norms,
-    unswap_rms_norm,
-)
+import fused_layernorm as fl
 from fused_layernorm.swap import registry
 
 SIZE = 256
@@ -63,8 +51,8 @@ def test_the_classes_of_transformers():
         for parameter in norm.parameters():
             nn.init.normal_(parameter)
         model = nn.Sequential(copy.deepcopy(norm), nn.RMSNorm(SIZE))
-        swap_rms_norm(model)
-        if not is_fused(model[0]):
+        fl.swap_rms_norm(model)
+        if not fl.is_fused(model[0]):
             left.append(name)
             continue
         takes_gate = "gate" in inspect.signature(norm.forward).parameters
@@ -121,14 +109,14 @@ KNOWN = ["rms", "written_here", "inherits", "gemma"]
 
 def test_the_kinds():
     model = Model()
-    assert fused(swap_rms_norm(model)) == KNOWN
-    assert type(model.rms) is FusedRMSNorm
-    assert fused(swap_layer_norm(model)) == ["layer", *KNOWN]
-    assert fused(unswap_rms_norm(model)) == ["layer"]
-    assert fused(swap_norms(model)) == ["layer", *KNOWN]
-    assert type(model.layer) is FusedLayerNorm
-    assert fused(unswap_layer_norm(model)) == KNOWN
-    assert fused(unswap_norms(swap_norms(model))) == []
+    assert fused(fl.swap_rms_norm(model)) == KNOWN
+    assert type(model.rms) is fl.FusedRMSNorm
+    assert fused(fl.swap_layer_norm(model)) == ["layer", *KNOWN]
+    assert fused(fl.unswap_rms_norm(model)) == ["layer"]
+    assert fused(fl.swap_norms(model)) == ["layer", *KNOWN]
+    assert type(model.layer) is fl.FusedLayerNorm
+    assert fused(fl.unswap_layer_norm(model)) == KNOWN
+    assert fused(fl.unswap_norms(fl.swap_norms(model))) == []
     assert [*map(type, model.children())] == [*map(type, Model().children())]
 
 
@@ -140,14 +128,14 @@ def test_predicate():
         return name != "gemma"
 
     model = Model()
-    swap_norms(model, predicate=predicate)
+    fl.swap_norms(model, predicate=predicate)
     assert sorted(asked) == sorted(["layer", "own_name", "own_forward", *KNOWN])
     assert fused(model) == ["layer", "rms", "own_name", "own_forward", "written_here", "inherits"]
     x = torch.randn(3, 8)
     for norm in (model.own_name, torch.fx.symbolic_trace(model.own_name)):
         torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), model.own_name.weight))
     assert repr(model.own_name).startswith("FusedRMSNorm[OwnName](")
-    unswap_norms(model)
+    fl.unswap_norms(model)
     assert type(model.own_name) is OwnName
 
 
@@ -155,18 +143,18 @@ def test_a_norm_that_was_given_a_bias_is_left():
     norm: Any = nn.RMSNorm(8)
     norm.bias = nn.Parameter(torch.ones(8))
     model = nn.Sequential(norm, nn.RMSNorm(8))
-    assert fused(swap_norms(model)) == ["1"]
+    assert fused(fl.swap_norms(model)) == ["1"]
 
 
 def test_warnings():
     model = nn.Sequential(nn.LayerNorm(8))
     with pytest.warns(UserWarning, match="swap_rms_norm: nothing in .* it has no RMSNorm"):
-        swap_rms_norm(model)
+        fl.swap_rms_norm(model)
     with pytest.warns(UserWarning, match="swap_norms: nothing in .* it has no norm"):
-        swap_norms(nn.Sequential(nn.Linear(2, 2)))
-    swap_layer_norm(model)
+        fl.swap_norms(nn.Sequential(nn.Linear(2, 2)))
+    fl.swap_layer_norm(model)
     with pytest.warns(UserWarning, match="swap_rms_norm"):
-        swap_rms_norm(model)
+        fl.swap_rms_norm(model)
 
 
 @pytest.mark.cpu_operators
@@ -195,16 +183,16 @@ def test_traced_exported_and_transformed(device):
 
 
 def own(self, hidden_states):
-    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+    return fl.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def test_a_registered_class_comes_first(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
-    register_swap(WrittenHere, lambda module: own)
-    for swap_it in (swap_layer_norm, swap_rms_norm, swap_norms):
+    fl.register_swap(WrittenHere, lambda module: own)
+    for swap_it in (fl.swap_layer_norm, fl.swap_rms_norm, fl.swap_norms):
         model: Any = nn.Sequential(WrittenHere(8))
         swap_it(model)
         assert type(model[0])._known.forward is own
         x = torch.randn(3, 8)
         torch.testing.assert_close(torch.jit.script(model)(x), model(x))
-        assert type(unswap_norms(model)[0]) is WrittenHere
+        assert type(fl.unswap_norms(model)[0]) is WrittenHere
