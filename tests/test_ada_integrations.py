@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modulated norms among PyTorch's parts: what is saved, autocast, modules, CUDA graphs."""
 
-import copy
-import pickle
-
 import forms
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -76,50 +72,6 @@ def test_autocast(device, gated, x_dtype, modulation_dtype, dtype):
         assert one.dtype == leaf.dtype
         tolerance = 1e-4 if leaf.dtype == F32 else 2e-2
         torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance)
-
-
-# ---- Modules.
-
-
-def test_modules_are_layer_norms():
-    for module in (fl.FusedAdaLayerNorm(16), fl.FusedAddAdaLayerNorm(16)):
-        assert isinstance(module, nn.LayerNorm)
-        assert module.eps == 1e-6
-        assert module.normalized_shape == (16,)
-        assert module.weight is None
-        assert module.bias is None
-        assert not module.state_dict()
-    affine = fl.FusedAdaLayerNorm((4, 8), 1e-3, True)
-    assert affine.state_dict().keys() == nn.LayerNorm((4, 8)).state_dict().keys()
-    assert fl.FusedAdaLayerNorm(8, elementwise_affine=True, bias=False).bias is None
-
-
-@pytest.mark.parametrize("options", [{}, {"elementwise_affine": True, "out_dtype": F64}], ids=str)
-def test_modules_give_what_the_functions_give(device, options):
-    x, residual = torch.randn(2, 3, 5, 8, device=device)
-    gate, shift, scale = torch.randn(3, 3, 1, 8, device=device)
-    norm = fl.FusedAdaLayerNorm(8, **options).to(device)
-    add_norm = fl.FusedAddAdaLayerNorm(8, **options).to(device)
-    for parameter in (*norm.parameters(), *add_norm.parameters()):
-        nn.init.normal_(parameter)
-    expected = fl.ada_layer_norm(x, shift, scale, norm.weight, norm.bias, 1e-6)
-    for copied in (norm, copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
-        y = copied(x, shift, scale)
-        assert y.dtype == options.get("out_dtype", F32)
-        torch.testing.assert_close(y, expected.to(y.dtype))
-    y, residual_out = add_norm(x, residual, gate, shift, scale)
-    affine = (add_norm.weight, add_norm.bias)
-    expected, total = fl.add_ada_layer_norm(x, residual, gate, shift, scale, *affine, 1e-6)
-    torch.testing.assert_close(y, expected.to(y.dtype))
-    torch.testing.assert_close(residual_out, total)
-
-
-def test_modules_normalize_several_dimensions(device):
-    x = torch.randn(2, 3, 4, 5, device=device)
-    scale = torch.randn(2, 1, 4, 5, device=device)
-    norm = fl.FusedAdaLayerNorm((4, 5)).to(device)
-    expected = F.layer_norm(x, (4, 5), eps=1e-6) * (1 + scale)
-    torch.testing.assert_close(norm(x, None, scale), expected)
 
 
 # ---- CUDA.

@@ -2,6 +2,7 @@
 """Bad input raises one clear sentence, the same on every device, for fakes and when compiled."""
 
 import contextlib
+import functools
 import math
 import re
 import shutil
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import fused_layernorm as fl
-from fused_layernorm import FusedLayerNorm, ada_layer_norm, add_layer_norm, calls, layer_norm
+from fused_layernorm import ada_layer_norm, add_layer_norm, calls, layer_norm
 from fused_layernorm.compile import rules
 from fused_layernorm.ops import arguments
 from fused_layernorm.ops.operators import describe
@@ -503,17 +504,27 @@ def test_more_rows_or_columns_than_the_kernels_index_on_cuda():
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("cls", "options", "error"),
     [
-        ({"activation": "tanh"}, ValueError),
-        ({"scale": math.nan}, ValueError),
-        ({"scale": None}, TypeError),
-        ({"out_dtype": torch.int8}, ValueError),
+        (fl.FusedLayerNorm, {"activation": "tanh"}, ValueError),
+        (fl.FusedLayerNorm, {"scale": math.nan}, ValueError),
+        (fl.FusedLayerNorm, {"scale": None}, TypeError),
+        (fl.FusedLayerNorm, {"out_dtype": torch.int8}, ValueError),
+        (fl.FusedRMSNormGated, {"group_size": 3}, ValueError),
+        (fl.FusedRMSNormGated, {"gate_activation": "relu"}, ValueError),
+        (fl.FusedRMSNormGated, {"weight_offset": math.nan}, ValueError),
+        (functools.partial(fl.FusedGroupNorm, 2), {"activation": "tanh"}, ValueError),
     ],
 )
-def test_modules_refuse_when_they_are_made(options, error):
+def test_modules_refuse_when_they_are_made(cls, options, error):
     with pytest.raises(error, match="expected"):
-        FusedLayerNorm(8, **options)
+        cls(8, **options)
+
+
+def test_groups_that_do_not_fit_are_refused_when_a_module_is_made():
+    for bad in ((0, 6), (-1, 6), (4, 6)):
+        with pytest.raises(ValueError):  # noqa: PT011  (nn.GroupNorm's own sentence too)
+            fl.FusedGroupNorm(*bad)
 
 
 def test_operators_refuse_with_the_same_sentences(device):

@@ -316,32 +316,3 @@ def test_nan_stays_in_its_group_and_nothing_gives_nothing(device):
         assert y.shape == shape
         grads = torch.autograd.grad(y.sum(), (x, gate, weight, bias))
         assert not any(g.any() for g in grads)
-
-
-def test_module(device):
-    form: Any = {"gate_first": True, "gate_activation": "sigmoid", "group_size": 4}
-    options: Any = {**form, "bias": True, "weight_offset": 1.0, "out_dtype": F64}
-    module = FusedRMSNormGated(16, 1e-5, device=device, **options)
-    assert isinstance(module, torch.nn.RMSNorm)
-    assert [*module.state_dict()] == ["weight", "bias"]
-    assert not module.weight.any()
-    assert repr(module).endswith(
-        "elementwise_affine=True, bias=True, weight_offset=1.0, out_dtype=float64, "
-        "gate_first=True, gate_activation='sigmoid', group_size=4)"
-    )
-    torch.nn.init.normal_(module.weight)
-    x, gate, *_ = inputs(device, (3, 16), F32)
-    weight, bias = (p.detach().double() for p in module.parameters())
-    expected = plainly(x.double(), gate.double(), weight + 1, bias, **form)
-    scripted, traced = torch.jit.script(module), torch.fx.symbolic_trace(module)
-    for made in (module, scripted, traced):
-        torch.testing.assert_close(made(x, gate), expected, rtol=1e-5, atol=1e-5)
-    assert [node.op for node in traced.graph.nodes].count("call_function") == 1
-    alone = fl.rms_norm(x, module.weight, 1e-5, bias=module.bias, weight_offset=1.0, group_size=4)
-    for made in (module, scripted):
-        torch.testing.assert_close(made(x), alone.double(), rtol=1e-6, atol=1e-6)
-    for bad, sentence in (({"group_size": 3}, "expected group_size that divides the 16 columns"),
-                          ({"gate_activation": "relu"}, "expected gate_activation"),
-                          ({"weight_offset": math.nan}, "expected weight_offset")):  # fmt: skip
-        with pytest.raises(ValueError, match=sentence):
-            FusedRMSNormGated(16, **bad)

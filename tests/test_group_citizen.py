@@ -121,35 +121,6 @@ def test_what_kernels_cannot_count_is_pytorchs():
         assert calls.names == []
 
 
-# ---- The module.
-
-
-def test_module_is_nn_group_norm_with_options(device):
-    module = FusedGroupNorm(2, 6, activation="silu", scale=0.5, out_dtype=F64, device=device)
-    stock = torch.nn.GroupNorm(2, 6, device=device)
-    assert isinstance(module, torch.nn.GroupNorm)
-    assert module.state_dict().keys() == stock.state_dict().keys()
-    assert "activation='silu', scale=0.5, out_dtype=float64" in repr(module)
-    with torch.no_grad():
-        for p, q in zip(module.parameters(), stock.parameters(), strict=True):
-            p.copy_(torch.randn_like(p))
-            q.copy_(p)
-    x = torch.randn(2, 6, 5, device=device)
-    expected = F.silu(stock(x)).double() * 0.5
-    torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
-    assert FusedGroupNorm(2, 6, bias=False).bias is None
-    assert FusedGroupNorm(2, 6, affine=False).weight is None
-    scripted = torch.jit.script(module)
-    torch.testing.assert_close(scripted(x), module(x))
-    traced = torch.fx.symbolic_trace(FusedGroupNorm(2, 6, device=device))
-    assert [node.op for node in traced.graph.nodes].count("call_function") == 1
-    for bad in ((0, 6), (-1, 6), (4, 6)):
-        with pytest.raises(ValueError):  # noqa: PT011  (nn.GroupNorm's own sentence too)
-            FusedGroupNorm(*bad)
-    with pytest.raises(ValueError, match="expected activation"):
-        FusedGroupNorm(2, 6, activation="tanh")
-
-
 # ---- Direct calls.
 
 direct = pytest.mark.skipif(not autograd_library.active, reason="autograd is in Python")

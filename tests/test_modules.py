@@ -55,14 +55,6 @@ def test_meta_device():
     assert torch.equal(norm.bias, torch.zeros(8))
 
 
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_symbolic_trace(activation):
-    norm, x = fl.FusedAddLayerNorm(8, activation=activation), torch.randn(3, 4, 8)
-    traced = torch.fx.symbolic_trace(norm)
-    assert fl.add_layer_norm in [node.target for node in traced.graph.nodes]
-    torch.testing.assert_close(traced(x, x), norm(x, x), rtol=0, atol=0)
-
-
 # By name: a module, and how many tensors of rows and modulations it takes.
 SCRIPTED: dict[str, tuple[Any, int, int]] = {
     "plain": (lambda: fl.FusedLayerNorm(8), 1, 0),
@@ -104,36 +96,79 @@ def test_torch_script(device, name, how):
         torch.testing.assert_close(one, other)
 
 
-def test_options(device):
-    norm = fl.FusedLayerNorm(8, activation="silu", scale=0.5, out_dtype=torch.bfloat16).to(device)
-    x = torch.randn(3, 8, device=device)
-    expected = fl.layer_norm(
-        x, norm.weight, norm.bias, activation="silu", scale=0.5, out_dtype=torch.bfloat16
-    )
-    assert torch.equal(norm(x), expected)
-    add_norm = fl.FusedAddLayerNorm(8, eps=0.1, activation="relu", scale=2.0).to(device)
-    residual = torch.randn(3, 8, device=device)
-    both = fl.add_layer_norm(
-        x, residual, add_norm.weight, add_norm.bias, 0.1, activation="relu", scale=2.0
-    )
-    torch.testing.assert_close(add_norm(x, residual), both, rtol=0, atol=0)
-    assert repr(norm).endswith(", activation='silu', scale=0.5, out_dtype=bfloat16)")
-    assert repr(add_norm).startswith("FusedAddLayerNorm((8,), eps=0.1, ")
+untyped: Any = fl  # mypy cannot count tensors that are passed with a star
+X, MODULATION, IMAGE = (2, 3, 8), (2, 1, 8), (2, 6, 4, 5)
+GATE: dict[str, Any] = {"gate_first": True, "gate_activation": "sigmoid", "group_size": 4}
+# (the module, what it is, its parameters, what it shows, the shapes of its inputs, its function).
+MODULES: list[tuple[Any, type[nn.Module], list[str], str, list[tuple[int, ...]], Any]] = [
+    (lambda: fl.FusedLayerNorm(8, activation="silu", scale=0.5, out_dtype=torch.bfloat16),
+     nn.LayerNorm, ["weight", "bias"], "activation='silu', scale=0.5, out_dtype=bfloat16)", [X],
+     lambda m, x: fl.layer_norm(x, m.weight, m.bias, activation="silu", scale=0.5,
+                                out_dtype=torch.bfloat16)),
+    (lambda: fl.FusedAddLayerNorm(8, eps=0.1, activation="relu", scale=2.0), nn.LayerNorm,
+     ["weight", "bias"], "FusedAddLayerNorm((8,), eps=0.1, ", [X, X],
+     lambda m, *t: untyped.add_layer_norm(*t, m.weight, m.bias, 0.1, activation="relu", scale=2.0)),
+    (lambda: fl.FusedRMSNorm(8, bias=True, weight_offset=1.0), nn.RMSNorm, ["weight", "bias"],
+     "weight_offset=1.0", [X],
+     lambda m, x: fl.rms_norm(x, m.weight, bias=m.bias, weight_offset=1.0)),
+    (lambda: fl.FusedAddRMSNorm(8, 1e-6), nn.RMSNorm, ["weight"], "eps=1e-06", [X, X],
+     lambda m, *t: untyped.add_rms_norm(*t, m.weight, 1e-6)),
+    (lambda: fl.FusedAdaLayerNorm(8), nn.LayerNorm, [], "eps=1e-06", [X, MODULATION, MODULATION],
+     lambda m, *t: untyped.ada_layer_norm(*t, eps=1e-6)),
+    (lambda: fl.FusedAdaLayerNorm((3, 8), 1e-3, True, out_dtype=F64), nn.LayerNorm,
+     ["weight", "bias"], "(3, 8)", [X, (2, 1, 1), (2, 3, 8)],
+     lambda m, *t: untyped.ada_layer_norm(*t, m.weight, m.bias, 1e-3, out_dtype=F64)),
+    (lambda: fl.FusedAddAdaLayerNorm(8, elementwise_affine=True), nn.LayerNorm, ["weight", "bias"],
+     "eps=1e-06", [X, X, *[MODULATION] * 3],
+     lambda m, *t: untyped.add_ada_layer_norm(*t, m.weight, m.bias, 1e-6)),
+    (lambda: fl.FusedGroupNorm(2, 6, activation="silu", scale=0.5, out_dtype=F64), nn.GroupNorm,
+     ["weight", "bias"], "activation='silu', scale=0.5, out_dtype=float64", [IMAGE],
+     lambda m, x: fl.group_norm(x, 2, m.weight, m.bias, activation="silu", scale=0.5,
+                                out_dtype=F64)),
+    (lambda: fl.FusedRMSNormGated(8, 1e-5, bias=True, weight_offset=1.0, out_dtype=F64, **GATE),
+     nn.RMSNorm, ["weight", "bias"], "bias=True, weight_offset=1.0, out_dtype=float64, "
+     "gate_first=True, gate_activation='sigmoid', group_size=4)", [X, X],
+     lambda m, *t: untyped.rms_norm_gated(*t, m.weight, 1e-5, bias=m.bias, weight_offset=1.0,
+                                     out_dtype=F64, **GATE)),
+    (lambda: fl.FusedRMSNormGated(8, 1e-5, weight_offset=1.0, group_size=4), nn.RMSNorm, ["weight"],
+     "group_size=4", [X],  # without a gate
+     lambda m, x: fl.rms_norm(x, m.weight, 1e-5, weight_offset=1.0, group_size=4)),
+    (lambda: fl.FusedLayerNorm2d(6), nn.LayerNorm, ["weight", "bias"], "eps=1e-06", [IMAGE],
+     lambda m, x: fl.layer_norm(x, m.weight, m.bias, 1e-6, dim=1)),
+    (lambda: fl.FusedRMSNorm2d(6, affine=False), nn.RMSNorm, [], "eps=1e-06", [IMAGE],
+     lambda m, x: fl.rms_norm(x, None, 1e-6, dim=1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "stock", "names", "shown", "shapes", "function"), MODULES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_modules(device, make, stock, names, shown, shapes, function):
+    module = make().to(device).eval()
+    assert isinstance(module, stock)
+    assert [*module.state_dict()] == names
+    assert shown in repr(module)
+    if "weight" in names:
+        assert module.weight.eq(0 if "weight_offset=1" in repr(module) else 1).all()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    given = [torch.randn(shape, device=device) for shape in shapes]
+    expected = function(module, *given)
+    others = copies(module)
+    for other in others:
+        assert (repr(other), other.training) == (repr(module), False)
+        assert not {*map(id, other.parameters())} & {*map(id, module.parameters())}
+    if "2d" not in repr(module) and (len(shapes) > 1 or "Gated" not in repr(module)):
+        others.append(torch.fx.symbolic_trace(module))
+        assert "call_function" in [node.op for node in others[-1].graph.nodes]
+    for made in (module, *others, torch.jit.script(module)):
+        torch.testing.assert_close(made(*given), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_options_are_keywords():
     with pytest.raises(TypeError):
         fl.FusedLayerNorm(8, 1e-5, True, True, None, None, "gelu")  # type: ignore[call-arg]
-
-
-def test_copies(device):
-    norm = fl.FusedLayerNorm(8, activation="gelu", scale=0.5, out_dtype=torch.float64).to(device)
-    with torch.no_grad():
-        norm.weight.normal_()
-    norm.eval()
-    x = torch.randn(3, 8, device=device)
-    for other in copies(norm):
-        assert repr(other) == repr(norm)
-        assert not other.training
-        assert other.weight is not norm.weight
-        assert torch.equal(other(x), norm(x))
+    assert fl.FusedAdaLayerNorm(8, elementwise_affine=True, bias=False).bias is None
+    assert fl.FusedGroupNorm(2, 6, bias=False).bias is None
 
 
 CLASSES = [getattr(fl, name) for name in fl.__all__ if isinstance(getattr(fl, name), type)]

@@ -612,43 +612,6 @@ def test_what_is_planned_can_be_forced(backward):
 
 
 @pytest.mark.parametrize(
-    ("options", "problem", "expected"),
-    [
-        # options, (rows, columns, problem), fields of the plan
-        ("vecs=2", (9, 32, {}), {"strategy": "warp", "vecs": 2, "lanes": 4}),
-        # No logical warp owns three vectors of this row, but a block does.
-        ("vecs=3", (9, 2048, HALF), {"strategy": "block", "threads": 96}),
-        ("strategy=block vecs=8", (9, 8192, {}), {"vecs": 8, "threads": 256}),
-        ("strategy=rows", (9, 1152, OF_ROWS), {"strategy": "rows", "vecs": 2}),
-        ("vecs=2", (9, 264, OF_ROWS), {"vecs": 2, "by_lanes": False}),
-        ("blocks_per_row=2", (9, 4096, HALF), {"strategy": "ring", "spans": 1, "stages": 7}),
-        ("strategy=ring blocks_per_row=3", (9, 65_536, HALF), {"spans": 6, "stages": 17}),
-        ("long=1", (9, 4096, {}), {"long": True, "blocks_per_row": 1}),
-        ("vecs=8", (MANY, 64, {**ANYWHERE, "backward": True}), {"strategy": "warp", "lanes": 8}),
-        ("teams=3", (MANY, 1024, {"backward": True}), {"teams": 3, "threads": 192}),
-        ("teams=2", (100, 1024, {"backward": True, **HALF}), {"strategy": "few_rows", "teams": 2}),
-        ("bulk=0", (MANY, 1024, {"backward": True}), {"strategy": "block", "stages": 0}),
-        ("bulk=1", (2, 1024, {"backward": True}), {"strategy": "block", "bulk": True}),
-        ("stages=3", (2, 1024, {"backward": True}), {"stages": 3, "bulk": True}),
-        ("strategy=split", (MANY, 1024, {"backward": True}), {"blocks_per_row": 2, "lag": 2}),
-        # No block of whole rows has room for eight stages of this row.
-        ("stages=8", (MANY, 8192, {"backward": True}), {"strategy": "split", "blocks_per_row": 3}),
-        ("lag=3", (MANY, 65_536, {"backward": True, **HALF}), {"lag": 3, "stages": 6}),
-        ("blocks_per_row=10", (MANY, 65_536, {"backward": True}), {"stages": 3, "lag": 1}),
-        ("strategy=few_rows teams=1", (MANY, 1024, {"backward": True}), {"threads": 64}),
-    ],
-)  # fmt: skip
-def test_what_is_forced_is_planned(options, problem, expected):
-    rows, cols, rest = problem
-    p = forced_plan(options, rows, cols, **{"dtype": F32, **rest})
-    assert p is not None
-    assert {key: p[key] for key in expected} == expected
-    for word in options.split():
-        key, value = word.split("=")
-        assert p[key] == (value if key == "strategy" else int(value))
-
-
-@pytest.mark.parametrize(
     ("options", "problem"),
     [
         # There is no such kernel.
