@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.compile, torch.export and the operators' registration (opcheck)."""
 
+from typing import Any
+
 import forms
 import pytest
 import torch
@@ -91,16 +93,6 @@ def test_no_recompilation_for_new_sizes(device, requires_grad):
     assert counter.frame_count == first
 
 
-def test_default_mode_recompiles_once(device):
-    """Without dynamic=True PyTorch recompiles once, with a dynamic size, when a size changes."""
-    norm = fl.FusedLayerNorm(8).to(device)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(norm, backend=counter, fullgraph=True)
-    for rows in (2, 3, 17, 100):
-        compiled(torch.randn(rows, 8, device=device))
-    assert counter.frame_count == 2
-
-
 def test_no_graph_break_in_a_swapped_model(device):
     model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).to(device)
     fl.swap_layer_norm(model)
@@ -120,22 +112,23 @@ def graph_targets(function, *args, backward=False):
     return [[name for name in names if "fused_layernorm" in name] for names in seen]
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "add_ada_layer_norm"])
+# By operator: the call, and the shapes of its tensors.
+ONE_EACH: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
+    "layer_norm": (fl.layer_norm, [(3, 8), (8,)]),
+    "add_ada_layer_norm": (
+        lambda *t: torch.stack(fl.add_ada_layer_norm(*t)), [(2, n, 8) for n in (3, 3, 1, 1, 1)]
+    ),
+    "group_norm": (lambda x: fl.group_norm(x, 2, activation="silu"), [(2, 8, 5)]),
+    "rms_norm_gated": (fl.rms_norm_gated, [(3, 8), (3, 8)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
 def test_forward_and_backward_are_one_operator_each(device, name):
     """Also past a gate."""
-
-    def make(*shape):
-        return torch.randn(*shape, device=device, requires_grad=True)
-
-    def gated(*tensors):
-        y, residual_out = fl.add_ada_layer_norm(*tensors)
-        return y * residual_out
-
-    if name == "layer_norm":
-        graphs = graph_targets(fl.layer_norm, make(3, 8), make(8), backward=True)
-    else:
-        graphs = graph_targets(gated, *(make(2, n, 8) for n in (3, 3, 1, 1, 1)), backward=True)
-    assert graphs == [
+    function, shapes = ONE_EACH[name]
+    tensors = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    assert graph_targets(function, *tensors, backward=True) == [
         [f"fused_layernorm.{name}_forward.default"],
         [f"fused_layernorm.{name}_backward.default"],
     ]
