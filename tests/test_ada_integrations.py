@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modulated norms among PyTorch's parts: what is saved, autocast, modules, CUDA graphs."""
+"""The modulated norms among PyTorch's parts: what is saved, autocast, kernels that run."""
 
 import forms
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives of every order and mode, torch.func's transforms, and hooks around autograd."""
+"""Of every norm derivatives of every order and mode, and transforms; what autograd saves."""
 
 import itertools
 from typing import Any, cast

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms over one dimension, such as the channels of NCHW: the numerics contract in every order of
-memory, strides of results and gradients, bits, higher orders, compilers, modules, errors."""
+memory, strides of results and gradients, bits, compilers."""
 
 import functools
 import math

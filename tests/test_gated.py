@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rms_norm_gated and group_size of rms_norm: results against float64, and beside PyTorch's
-machinery: registration, derivatives, transforms, autocast, errors, the module."""
+"""rms_norm_gated and group_size of rms_norm: results against float64, registration, autocast and
+compilation. Derivatives are in test_autograd.py, bad input in test_errors.py."""
 
 import itertools
 import math
@@ -278,7 +278,7 @@ def test_decompositions_know_families_of_operators(operators):
     torch.testing.assert_close(decomposed.module()(*given), module(*given))
 
 
-# ---- Special numbers, the module.
+# ---- Special numbers, masks of backward.
 
 
 @pytest.mark.parametrize("biased", [False, True])

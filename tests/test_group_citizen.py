@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""group_norm beside PyTorch's machinery: registration, derivatives, transforms, autocast, errors,
-direct calls and the override of ATen."""
+"""group_norm beside PyTorch's machinery: registration, autocast, direct calls and the override of
+ATen. test_autograd.py has its derivatives, test_errors.py bad input, test_modules.py the module."""
 
 import contextlib
 import itertools

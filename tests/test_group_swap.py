@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group and instance norms that swap_norms knows: the stock results, strides and errors, with and
-without a GPU; what is left, and what a forward that somebody replaces later does.
+"""Group and instance norms that swap_norms knows: what they refuse, what is left, and forwards that
+somebody replaces later. What they compute is in test_swapped_classes.py.
 """
 
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FusedLayerNorm and FusedAddLayerNorm as modules."""
+"""The package's modules: what each is, shows, keeps and computes; which calls are PyTorch's."""
 
 import collections
 import copy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm, by the operators of LayerNorm: the numerics contract, orders of casts, bits, errors."""
+"""RMSNorm, by the operators of LayerNorm: the numerics contract, orders of casts, bits."""
 
 import functools
 from typing import Any
