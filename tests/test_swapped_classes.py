@@ -215,7 +215,7 @@ HALF = (F16, BF16)
 KINDS: dict[str, tuple[Any, ...]] = {
     "layer": (LAYERS, of_layers, (1.0, 0.3),
               [*((t, t) for t in (F32, F64, *HALF)), *((t, F32) for t in HALF)],
-              itertools.product((F32, BF16), repeat=2)),
+              [*itertools.product((F32, BF16), repeat=2)]),
     "rms": (RMS, of_rms, (0.5, 1.0),
             [(BF16, BF16), (BF16, F32), (F16, F16), (F16, F32), (F32, F32), (F32, BF16)],
             [(BF16, BF16), (BF16, F32), (F32, F32)]),
