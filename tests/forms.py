@@ -22,6 +22,15 @@ OPERATORS = {
     "modulated": "ada_layer_norm",
     "gated": "add_ada_layer_norm",
 }
+# Norms whose functions have other arguments: of groups of channels, with a gate behind or in front,
+# over one dimension.
+OTHERS = {
+    "groups": ("x", "shift", "scale", "weight", "bias"),
+    "gates": ("x", "gate", "weight", "bias"),
+    "channels": ("x", "weight", "bias"),
+}
+ALL_NAMES = NAMES | OTHERS
+TAKE_ACTIVATIONS = ("plain", "residual", "groups", "channels")
 ROWS = {"plain": 1, "residual": 2, "modulated": 1, "gated": 3}  # tensors before normalized_ndim
 
 
@@ -33,16 +42,37 @@ def tensors(kind, device="cpu", shape=(2, 3, 4), dtype=torch.float64, other=Fals
         sizes |= {"gate": (batch, 1, 1), "shift": (), "scale": shape}
     else:
         sizes |= {"gate": (cols,), "shift": (batch, 1, cols), "scale": (rows, 1)}
-    return tuple(torch.randn(sizes[name], device=device, dtype=dtype) for name in NAMES[kind])
+    if kind == "gates":
+        sizes["gate"] = shape
+    elif kind in OTHERS:
+        channels = 2 * rows
+        sizes = {"x": (batch, channels, cols), "weight": (channels,), "bias": (channels,)}
+        sizes |= {"shift": (batch, channels, 1), "scale": (batch, channels)}
+    return tuple(torch.randn(sizes[name], device=device, dtype=dtype) for name in ALL_NAMES[kind])
 
 
-def stock(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0):
+def stock(kind, **how):
     """A function of the kind's tensors that gives (y,), or (y, residual_out).
 
     It is reference.py's, which PyTorch differentiates any number of times. The double backward of
     F.layer_norm takes mean and rstd as constants, so that its third derivative is wrong.
     """
 
+    of: Any = reference  # without types: mypy cannot count tensors that are passed with a star
+
+    def call(x, *given):
+        if kind == "groups":
+            y = of.group_norm(x, 2, torch.zeros_like(x), *given, 1e-5, **how).y
+        elif kind == "gates":
+            y = of.rms_norm_gated(x, given[0], torch.zeros_like(x), *given[1:], **how).y
+        else:
+            y = of.layer_norm(x.movedim(1, -1), 1, *given, 1e-5, **how).y.movedim(-1, 1)
+        return (y,)
+
+    return call if kind in OTHERS else _stock(kind, **how)
+
+
+def _stock(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0):
     def call(*given):
         t = dict(zip(NAMES[kind], given, strict=True))
         total = t["x"]
@@ -58,8 +88,19 @@ def stock(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0):
     return call
 
 
-def ours(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0, eps=1e-5, **options):
+def ours(kind, **how):
     """The same by this package's function of that kind."""
+    functions: dict[str, Any] = {
+        "groups": lambda x, *given: fused_layernorm.ada_group_norm(x, 2, *given, **how),
+        "gates": lambda x, gate, weight, bias: fused_layernorm.rms_norm_gated(
+            x, gate, weight, 1e-5, bias=bias, **how
+        ),
+        "channels": lambda x, *given: fused_layernorm.layer_norm(x, *given, dim=1, **how),
+    }
+    return (lambda *given: (functions[kind](*given),)) if kind in OTHERS else _ours(kind, **how)
+
+
+def _ours(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0, eps=1e-5, **options):
     if kind in ("modulated", "gated"):
         name, fused = OPERATORS[kind], {"statistic": statistic}
     else:

@@ -66,8 +66,8 @@ def covering(*dimensions, strength=2):
 def made(arguments, device):
     """Arguments by name, with ones in the place of each (shape, dtype)."""
     return {
-        name: torch.ones(given[0], device=device, dtype=given[1])
-        if isinstance(given, tuple)
+        name: torch.ones(given[0], device=device).to(given[1])
+        if isinstance(given, tuple) and isinstance(given[-1:][0] if given else None, torch.dtype)
         else given
         for name, given in arguments.items()
     }

@@ -46,65 +46,22 @@ RMSNorm has a mean of zero, and the term sum(dxhat) / cols is zero too. Where a 
 offset, weight + weight_offset stands for weight.
 """
 
-from __future__ import annotations
-
 import math
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
-from torch import Tensor
+
+# y, and mean and rstd of shape (*leading dimensions, 1, ..., 1).
+Forward = namedtuple("Forward", "y mean rstd")
+# The gradients; None for a modulation that is not there.
+Backward = namedtuple("Backward", "dx dweight dbias dshift dscale", defaults=(None, None))
+# The results and gradients of a norm over groups of channels; mean and rstd are (N, G).
+Groups = namedtuple("Groups", "y mean rstd dx dshift dscale dweight dbias")
+# Those of a gated RMSNorm; rstd is (*leading dimensions, groups).
+Gated = namedtuple("Gated", "y rstd dx dgate dweight dbias")
 
 
-class Forward(NamedTuple):
-    """y, and mean and rstd of shape ``(*leading dimensions, 1, ..., 1)``."""
-
-    y: Tensor
-    mean: Tensor
-    rstd: Tensor
-
-
-class Backward(NamedTuple):
-    """The gradients; None for a modulation that is not there."""
-
-    dx: Tensor
-    dweight: Tensor
-    dbias: Tensor
-    dshift: Tensor | None = None
-    dscale: Tensor | None = None
-
-
-class Groups(NamedTuple):
-    """The results and gradients of a norm over groups of channels; mean and rstd are (N, G)."""
-
-    y: Tensor
-    mean: Tensor
-    rstd: Tensor
-    dx: Tensor
-    dshift: Tensor
-    dscale: Tensor
-    dweight: Tensor
-    dbias: Tensor
-
-
-class Gated(NamedTuple):
-    """The results and gradients of a gated RMSNorm; rstd is ``(*leading dimensions, groups)``."""
-
-    y: Tensor
-    rstd: Tensor
-    dx: Tensor
-    dgate: Tensor
-    dweight: Tensor
-    dbias: Tensor
-
-
-class GateBackward(NamedTuple):
-    """The gradients of the input that a gate multiplies, and of the gate."""
-
-    dinput: Tensor
-    dgate: Tensor
-
-
-def activation_value(z: Tensor, activation: str | None) -> Tensor:
+def activation_value(z, activation):
     """activation(z)."""
     match activation:
         case None:
@@ -124,7 +81,7 @@ def activation_value(z: Tensor, activation: str | None) -> Tensor:
     raise ValueError(activation)
 
 
-def activation_derivative(z: Tensor, activation: str | None) -> Tensor:
+def activation_derivative(z, activation):
     """d activation(z) / dz."""
     match activation:
         case None:
@@ -149,11 +106,10 @@ def activation_derivative(z: Tensor, activation: str | None) -> Tensor:
     raise ValueError(activation)
 
 
-def _normalize(
-    x: Tensor, normalized_ndim: int, eps: float, statistic: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    dims = tuple(range(-normalized_ndim, 0))
-    cols = math.prod(x.shape[x.dim() - normalized_ndim :])
+def _normalize(x, ndim, eps, statistic):
+    """(xhat, mean, rstd) over the last ndim dimensions."""
+    dims = tuple(range(-ndim, 0))
+    cols = math.prod(x.shape[x.dim() - ndim :])
     total = x.sum(dims, keepdim=True)
     mean = torch.zeros_like(total) if statistic == "rms" else total / cols
     centered = x - mean
@@ -161,33 +117,28 @@ def _normalize(
     return centered * rstd, mean, rstd
 
 
-def _affine(
-    xhat: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offset: float
-) -> Tensor:
+def _normalize_backward(dxhat, xhat, rstd, ndim, statistic):
+    """The gradient of _normalize's x."""
+    dims = tuple(range(-ndim, 0))
+    cols = math.prod(xhat.shape[xhat.dim() - ndim :])
+    mean = 0 if statistic == "rms" else dxhat.sum(dims, keepdim=True) / cols
+    return rstd * (dxhat - mean - xhat * ((dxhat * xhat).sum(dims, keepdim=True) / cols))
+
+
+def _affine(xhat, weight, bias, weight_offset=0.0):
     z = xhat if weight is None else xhat * (weight.double() + weight_offset)
     return z if bias is None else z + bias.double()
 
 
-def _modulate(z: Tensor, shift: Tensor | None, scale: Tensor | None) -> Tensor:
+def _modulate(z, shift, scale):
     u = z if scale is None else z * (1 + scale.double())
     return u if shift is None else u + shift.double()
 
 
 def layer_norm(
-    x: Tensor,
-    normalized_ndim: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    activation: str | None = None,
-    output_scale: float = 1.0,
-    *,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
-    statistic: str = "layer",
-    weight_offset: float = 0.0,
-    rounding: torch.dtype | None = None,
-) -> Forward:
+    x, normalized_ndim, weight=None, bias=None, eps=1e-5, activation=None, output_scale=1.0, *,
+    shift=None, scale=None, statistic="layer", weight_offset=0.0, rounding=None,
+):  # fmt: skip
     """y, mean and rstd in float64, from the values that the arguments hold.
 
     `rounding` is the dtype to which xhat is rounded before it is multiplied by weight.
@@ -199,7 +150,7 @@ def layer_norm(
     return Forward(activation_value(u, activation) * output_scale, mean, rstd)
 
 
-def add(input: Tensor, residual: Tensor) -> Tensor:
+def add(input, residual):
     """residual_out: the sum in float32 (float64 if either is), rounded to residual's dtype.
 
     A sum of two numbers is exact up to its rounding, so there is only one right result.
@@ -210,37 +161,20 @@ def add(input: Tensor, residual: Tensor) -> Tensor:
 
 
 def layer_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    normalized_ndim: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    activation: str | None = None,
-    output_scale: float = 1.0,
-    dresidual: Tensor | None = None,
-    *,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
-    statistic: str = "layer",
-    weight_offset: float = 0.0,
-) -> Backward:
+    dy, x, normalized_ndim, weight=None, bias=None, eps=1e-5, activation=None, output_scale=1.0,
+    dresidual=None, *, shift=None, scale=None, statistic="layer", weight_offset=0.0,
+):  # fmt: skip
     """The gradients in float64; dx with dresidual, if given."""
     xhat, _, rstd = _normalize(x.double(), normalized_ndim, eps, statistic)
     z = _affine(xhat, weight, bias, weight_offset)
     slope = activation_derivative(_modulate(z, shift, scale), activation)
     du = dy.double() * output_scale * slope
     dz = du if scale is None else du * (1 + scale.double())
-    dims = tuple(range(-normalized_ndim, 0))
-    cols = math.prod(x.shape[x.dim() - normalized_ndim :])
-    rows_shape = (-1, *x.shape[x.dim() - normalized_ndim :])
     dxhat = dz if weight is None else dz * (weight.double() + weight_offset)
-    mean = 0 if statistic == "rms" else dxhat.sum(dims, keepdim=True) / cols
-    dx = rstd * (dxhat - mean - xhat * ((dxhat * xhat).sum(dims, keepdim=True) / cols))
-    if dresidual is not None:
-        dx = dx + dresidual.double()
+    dx = _normalize_backward(dxhat, xhat, rstd, normalized_ndim, statistic)
+    rows_shape = (-1, *x.shape[x.dim() - normalized_ndim :])
     return Backward(
-        dx,
+        dx if dresidual is None else dx + dresidual.double(),
         (dz * xhat).reshape(rows_shape).sum(0),
         dz.reshape(rows_shape).sum(0),
         None if shift is None else du.sum_to_size(shift.shape),
@@ -248,26 +182,19 @@ def layer_norm_backward(
     )
 
 
-def gated_add(input: Tensor, residual: Tensor, gate: Tensor) -> Tensor:
+def gated_add(input, residual, gate):
     """residual + gate * input in float64; residual_out is this, rounded to residual's dtype."""
     return residual.double() + gate.double() * input.double()
 
 
-def gate_backward(dresidual_out: Tensor, input: Tensor, gate: Tensor) -> GateBackward:
-    """dinput and dgate in float64."""
+def gate_backward(dresidual_out, input, gate):
+    """(dinput, dgate) in float64: the gradients of what a gate multiplies, and of the gate."""
     dresidual_out = dresidual_out.double()
     dgate = (dresidual_out * input.double()).sum_to_size(gate.shape)
-    return GateBackward(dresidual_out * gate.double(), dgate)
+    return dresidual_out * gate.double(), dgate
 
 
-def rotate(
-    z: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    rotary_dim: int | None = None,
-    interleaved: bool = False,
-    seq_dim: int = 1,
-) -> Tensor:
+def rotate(z, cos, sin, rotary_dim=None, interleaved=False, seq_dim=1):
     """The rotation of heads in float64; with -sin its transpose.
 
     cos and sin have a value for each pair, or each value twice.
@@ -288,67 +215,35 @@ def rotate(
 
 
 def norm_rope(
-    x: Tensor,
-    weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float,
-    *,
-    statistic: str | None = "rms",
-    bias: Tensor | None = None,
-    weight_offset: float = 0.0,
-    rounding: torch.dtype | None = None,
-    rotary_dim: int | None = None,
-    interleaved: bool = False,
-    seq_dim: int = 1,
-) -> Tensor:
-    """y in float64. `rounding` is the dtype to which xhat and the norm's result are rounded."""
+    x, weight, cos, sin, eps, *, statistic="rms", bias=None, weight_offset=0.0, rounding=None, **how
+):
+    """y in float64. `rounding` is the dtype to which xhat and the norm's result are rounded; `how`
+    are options of rotate."""
     z = x.double()
     if statistic is not None:
         kind = {"statistic": statistic, "weight_offset": weight_offset, "rounding": rounding}
-        z = layer_norm(x, 1, weight, bias, eps, **kind).y  # type: ignore[arg-type]
+        z = layer_norm(x, 1, weight, bias, eps, **kind).y
         z = z if rounding is None else z.to(rounding).double()
-    return rotate(z, cos, sin, rotary_dim, interleaved, seq_dim)
+    return rotate(z, cos, sin, **how)
 
 
 def norm_rope_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float,
-    *,
-    statistic: str | None = "rms",
-    bias: Tensor | None = None,
-    weight_offset: float = 0.0,
-    rotary_dim: int | None = None,
-    interleaved: bool = False,
-    seq_dim: int = 1,
-) -> Backward:
+    dy, x, weight, cos, sin, eps, *, statistic="rms", bias=None, weight_offset=0.0, **how
+):
     """dx, dweight and dbias in float64; without a statistic the last two are empty."""
-    back = None if sin is None else -sin
-    dz = rotate(dy, cos, back, rotary_dim, interleaved, seq_dim)
+    dz = rotate(dy, cos, None if sin is None else -sin, **how)
     if statistic is None:
         return Backward(dz, dz.new_empty(0), dz.new_empty(0))
     kind = {"statistic": statistic, "weight_offset": weight_offset}
-    return layer_norm_backward(dz, x, 1, weight, bias, eps, **kind)  # type: ignore[arg-type]
+    return layer_norm_backward(dz, x, 1, weight, bias, eps, **kind)
 
 
 def group_norm(
-    x: Tensor,
-    num_groups: int,
-    dy: Tensor,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    activation: str | None = None,
-    output_scale: float = 1.0,
-) -> Groups:
+    x, num_groups, dy, shift=None, scale=None, weight=None, bias=None, eps=1e-5, activation=None,
+    output_scale=1.0,
+):  # fmt: skip
     """Everything in float64; dshift and dscale are (N, C) whatever the shape of shift and scale."""
-    samples, channels = x.shape[:2]
+    shape, (samples, channels) = x.shape, x.shape[:2]
     rows = (samples, num_groups, -1)
     x, dy = (t.double().reshape(samples, channels, -1) for t in (x, dy))
     xhat, mean, rstd = _normalize(x.reshape(rows), 1, eps, "layer")
@@ -359,18 +254,13 @@ def group_norm(
         for given, absent in ((weight, one), (bias, zero), (scale, zero), (shift, zero))
     )
     z = (xhat * w + b) * (1 + s) + t
-    y = activation_value(z, activation) * output_scale
     dz = dy * output_scale * activation_derivative(z, activation)
-    dxhat = dz * (1 + s) * w
-    g, h = dxhat.reshape(rows), xhat.reshape(rows)
-    count = g.shape[-1]
-    along = (g * h).sum(-1, keepdim=True) / count
-    dx = rstd * (g - g.sum(-1, keepdim=True) / count - h * along)
+    dxhat = (dz * (1 + s) * w).reshape(rows)
     return Groups(
-        y,
+        (activation_value(z, activation) * output_scale).reshape(shape),
         mean[..., 0],
         rstd[..., 0],
-        dx.reshape(x.shape),
+        _normalize_backward(dxhat, xhat.reshape(rows), rstd, 1, "layer").reshape(shape),
         dz.sum(-1),
         (dz * (xhat * w + b)).sum(-1),
         (dz * (1 + s) * xhat).sum((0, 2)),
@@ -379,37 +269,25 @@ def group_norm(
 
 
 def rms_norm_gated(
-    x: Tensor,
-    gate: Tensor,
-    dy: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    gate_first: bool = False,
-    gate_activation: str = "silu",
-    group_size: int | None = None,
-    weight_offset: float = 0.0,
-    rounding: tuple[torch.dtype, torch.dtype] | None = None,
-) -> Gated:
+    x, gate, dy, weight=None, bias=None, eps=1e-5, *, gate_first=False, gate_activation="silu",
+    group_size=None, weight_offset=0.0, rounding=None,
+):  # fmt: skip
     """Everything in float64. `rounding` is what xhat and z are rounded to, if they are."""
-    columns = x.shape[-1]
+    shape, columns = x.shape, x.shape[-1]
     x, gate, dy = (t.double().reshape(-1, columns) for t in (x, gate, dy))
     value, slope = (f(gate, gate_activation) for f in (activation_value, activation_derivative))
     u = x * value if gate_first else x
     groups = (len(u), -1, group_size or columns)
-    xhat, _, rstd = _normalize(u.reshape(groups), 1, eps, "rms")
-    h = xhat
-    xhat = xhat.reshape(u.shape)
+    of_groups, _, rstd = _normalize(u.reshape(groups), 1, eps, "rms")
+    xhat = of_groups.reshape(u.shape)
     rounded = xhat if rounding is None else xhat.to(rounding[0]).double()
     z = _affine(rounded, weight, bias, weight_offset)
     z = z if rounding is None else z.to(rounding[1]).double()
     dz = dy if gate_first else dy * value
     dxhat = dz if weight is None else dz * (weight.double() + weight_offset)
-    g = dxhat.reshape(groups)
-    du = (rstd * (g - h * (g * h).mean(-1, keepdim=True))).reshape(u.shape)
+    du = _normalize_backward(dxhat.reshape(groups), of_groups, rstd, 1, "rms").reshape(u.shape)
     return Gated(
-        z if gate_first else z * value,
+        (z if gate_first else z * value).reshape(shape),
         rstd[..., 0],
         du * value if gate_first else du,
         du * x * slope if gate_first else dy * _affine(xhat, weight, bias, weight_offset) * slope,

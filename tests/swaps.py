@@ -117,3 +117,43 @@ def check_compiler(module, compiler, *inputs):
     except Exception:
         return
     assert_same(compiler(swapped(module))(*inputs), expected)
+
+
+def ulps(one, other):
+    """By how many numbers of their dtype, of half precision, the elements are apart."""
+    places = []
+    for tensor in (one, other):
+        bits = tensor.contiguous().view(torch.int16).int()
+        places.append(torch.where(bits < 0, -(bits & 0x7FFF), bits))
+    return (places[0] - places[1]).abs()
+
+
+def assert_same_roundings(y, expected, x_dtype=torch.float32):
+    """At most one number apart in half precision, and equal in 99.9% of the elements.
+
+    Where xhat lies between two numbers of half precision, the last bit of rstd decides to which one
+    it is rounded. What is multiplied with it may double the distance.
+    """
+    assert y.dtype == expected.dtype
+    assert y.shape == expected.shape
+    if y.dtype in (torch.bfloat16, torch.float16):
+        apart = ulps(y, expected)
+        assert apart.max() <= 2
+        assert (apart <= 1).float().mean() >= 0.9998
+        assert (apart == 0).float().mean() >= 0.999
+    elif x_dtype == torch.float32:
+        torch.testing.assert_close(y, expected, rtol=3e-6, atol=3e-6)
+    else:
+        alike = torch.isclose(y, expected, rtol=3e-6, atol=3e-6)
+        assert alike.float().mean() >= 0.999
+        torch.testing.assert_close(y, expected, rtol=2**-7, atol=3e-6)
+
+
+def assert_same_gradients(grads, expected, coarsest):
+    """The class rounds between the steps of its backward, too, and the fused one only once."""
+    # A float32 sum over rows or columns depends on its order, too.
+    tolerance = (16 if coarsest == torch.float32 else 4) * torch.finfo(coarsest).eps
+    for found, grad in zip(grads, expected, strict=True):
+        assert found.dtype == grad.dtype
+        scale = float(grad.abs().sum() and grad.abs().max()) + 1
+        torch.testing.assert_close(found / scale, grad / scale, rtol=tolerance, atol=tolerance)

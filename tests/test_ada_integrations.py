@@ -1,23 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modulated norms among PyTorch's parts: what is saved, autocast, modules, CUDA graphs."""
-
-import copy
-import pickle
+"""The modulated norms among PyTorch's parts: what is saved, autocast, kernels that run."""
 
 import forms
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from fused_layernorm import (
-    FusedAdaLayerNorm,
-    FusedAddAdaLayerNorm,
-    ada_layer_norm,
-    add_ada_layer_norm,
-)
+import fused_layernorm as fl
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 HALF = [F16, BF16]
@@ -38,9 +29,9 @@ def test_what_is_saved_for_backward(device, gated):
 
     outputs: list[torch.Tensor] = []
     given = (x, residual, gate if gated else None, shift, scale)
-    saved = forms.saved_by(lambda: outputs.extend(add_ada_layer_norm(*given)))
+    saved = forms.saved_by(lambda: outputs.extend(fl.add_ada_layer_norm(*given)))
     assert large(saved) == large((outputs[1], x) if gated else outputs[1:])
-    assert large(forms.saved_by(lambda: ada_layer_norm(x, shift, scale))) == large([x])
+    assert large(forms.saved_by(lambda: fl.ada_layer_norm(x, shift, scale))) == large([x])
 
 
 # ---- Autocast.
@@ -62,10 +53,10 @@ def test_autocast(device, gated, x_dtype, modulation_dtype, dtype):
     leaves = [x, *(modulations if gated else modulations[1:]), weight]
     with torch.autocast(device, dtype):
         if gated:
-            y, residual_out = add_ada_layer_norm(x, residual, gate, shift, scale, weight)
+            y, residual_out = fl.add_ada_layer_norm(x, residual, gate, shift, scale, weight)
             assert residual_out.dtype == F32
         else:
-            y = ada_layer_norm(x, shift, scale, weight)
+            y = fl.ada_layer_norm(x, shift, scale, weight)
         like = F.layer_norm(x, (32,))
     assert y.dtype == like.dtype
     wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
@@ -81,50 +72,6 @@ def test_autocast(device, gated, x_dtype, modulation_dtype, dtype):
         assert one.dtype == leaf.dtype
         tolerance = 1e-4 if leaf.dtype == F32 else 2e-2
         torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance)
-
-
-# ---- Modules.
-
-
-def test_modules_are_layer_norms():
-    for module in (FusedAdaLayerNorm(16), FusedAddAdaLayerNorm(16)):
-        assert isinstance(module, nn.LayerNorm)
-        assert module.eps == 1e-6
-        assert module.normalized_shape == (16,)
-        assert module.weight is None
-        assert module.bias is None
-        assert not module.state_dict()
-    affine = FusedAdaLayerNorm((4, 8), 1e-3, True)
-    assert affine.state_dict().keys() == nn.LayerNorm((4, 8)).state_dict().keys()
-    assert FusedAdaLayerNorm(8, elementwise_affine=True, bias=False).bias is None
-
-
-@pytest.mark.parametrize("options", [{}, {"elementwise_affine": True, "out_dtype": F64}], ids=str)
-def test_modules_give_what_the_functions_give(device, options):
-    x, residual = torch.randn(2, 3, 5, 8, device=device)
-    gate, shift, scale = torch.randn(3, 3, 1, 8, device=device)
-    norm = FusedAdaLayerNorm(8, **options).to(device)
-    add_norm = FusedAddAdaLayerNorm(8, **options).to(device)
-    for parameter in (*norm.parameters(), *add_norm.parameters()):
-        nn.init.normal_(parameter)
-    expected = ada_layer_norm(x, shift, scale, norm.weight, norm.bias, 1e-6)
-    for copied in (norm, copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
-        y = copied(x, shift, scale)
-        assert y.dtype == options.get("out_dtype", F32)
-        torch.testing.assert_close(y, expected.to(y.dtype))
-    y, residual_out = add_norm(x, residual, gate, shift, scale)
-    affine = (add_norm.weight, add_norm.bias)
-    expected, total = add_ada_layer_norm(x, residual, gate, shift, scale, *affine, 1e-6)
-    torch.testing.assert_close(y, expected.to(y.dtype))
-    torch.testing.assert_close(residual_out, total)
-
-
-def test_modules_normalize_several_dimensions(device):
-    x = torch.randn(2, 3, 4, 5, device=device)
-    scale = torch.randn(2, 1, 4, 5, device=device)
-    norm = FusedAdaLayerNorm((4, 5)).to(device)
-    expected = F.layer_norm(x, (4, 5), eps=1e-6) * (1 + scale)
-    torch.testing.assert_close(norm(x, None, scale), expected)
 
 
 # ---- CUDA.
@@ -149,8 +96,8 @@ def test_one_kernel_forward(modulation_dtype, gated, requires_grad, autocast):
     def forward():
         with torch.autocast("cuda", BF16, enabled=autocast):
             if gated:
-                return add_ada_layer_norm(x, residual, chunks[2], chunks[0], chunks[1])[0]
-            return ada_layer_norm(x, chunks[0], chunks[1])
+                return fl.add_ada_layer_norm(x, residual, chunks[2], chunks[0], chunks[1])[0]
+            return fl.ada_layer_norm(x, chunks[0], chunks[1])
 
     forward()
     torch.cuda.synchronize()

@@ -7,13 +7,7 @@ import torch.nn.functional as F
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from fused_layernorm import (
-    FusedAddAdaLayerNorm,
-    FusedLayerNorm,
-    ada_layer_norm,
-    add_layer_norm,
-    layer_norm,
-)
+import fused_layernorm as fl
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 HALF = [F16, BF16]
@@ -26,7 +20,7 @@ def test_dtype_is_what_pytorch_gives(device, dtype, x_dtype, requires_grad):
     x = torch.randn(6, 32, device=device).to(x_dtype).requires_grad_(requires_grad)
     weight = torch.randn(32, device=device).to(F64 if x_dtype == F64 else F32)
     with torch.autocast(device, dtype):
-        ours, stock = layer_norm(x, weight), F.layer_norm(x, (32,), weight)
+        ours, stock = fl.layer_norm(x, weight), F.layer_norm(x, (32,), weight)
     assert ours.dtype == stock.dtype
     tolerance = 2e-2 if stock.dtype in HALF else 1e-5
     torch.testing.assert_close(ours, stock, rtol=tolerance, atol=tolerance)
@@ -42,10 +36,10 @@ def test_dtype_is_what_pytorch_gives(device, dtype, x_dtype, requires_grad):
 def test_out_dtype_opts_out(device, dtype):
     x = torch.randn(6, 32, device=device).to(dtype)
     with torch.autocast(device, dtype):
-        assert layer_norm(x, normalized_shape=32, out_dtype=dtype).dtype == dtype
-        assert FusedLayerNorm(32, out_dtype=dtype, device=device)(x).dtype == dtype
-        assert ada_layer_norm(x, torch.ones(32, device=device), out_dtype=dtype).dtype == dtype
-        norm = FusedAddAdaLayerNorm(32, out_dtype=dtype, device=device)
+        assert fl.layer_norm(x, normalized_shape=32, out_dtype=dtype).dtype == dtype
+        assert fl.FusedLayerNorm(32, out_dtype=dtype, device=device)(x).dtype == dtype
+        assert fl.ada_layer_norm(x, torch.ones(32, device=device), out_dtype=dtype).dtype == dtype
+        norm = fl.FusedAddAdaLayerNorm(32, out_dtype=dtype, device=device)
         assert norm(x, x)[0].dtype == dtype
 
 
@@ -59,7 +53,7 @@ def test_half_weights_are_cast(device, x_dtype, dtypes, requires_grad):
         torch.randn(32, device=device).to(dtype).requires_grad_(requires_grad) for dtype in dtypes
     )
     with torch.autocast(device, BF16):
-        y = layer_norm(x, weight, bias)
+        y = fl.layer_norm(x, weight, bias)
     expected = F.layer_norm(x.float(), (32,), weight.float(), bias.float())
     torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
     if requires_grad:
@@ -75,7 +69,7 @@ def test_residual(device):
     residual = torch.randn(6, 32, device=device, requires_grad=True)
     weight = torch.randn(32, device=device, requires_grad=True)
     with torch.autocast(device, BF16):
-        y, residual_out = add_layer_norm(x, residual, weight)
+        y, residual_out = fl.add_layer_norm(x, residual, weight)
         stock = F.layer_norm(x, (32,), weight) if device == "cuda" else x
     assert y.dtype == stock.dtype
     assert residual_out.dtype == F32
@@ -91,7 +85,7 @@ def test_residual(device):
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_one_kernel_forward_and_no_cast(dtype, requires_grad):
     x = torch.randn(512, 1024, device="cuda").to(dtype).requires_grad_(requires_grad)
-    norm = FusedLayerNorm(1024).cuda()
+    norm = fl.FusedLayerNorm(1024).cuda()
     with torch.autocast("cuda", dtype):
         norm(x)
         torch.cuda.synchronize()
@@ -111,6 +105,6 @@ def test_one_kernel_forward_and_no_cast(dtype, requires_grad):
 def test_outside_autocast_nothing_changes(device):
     x = torch.randn(6, 32, device=device, dtype=BF16)
     with torch.autocast(device, BF16), torch.autocast(device, enabled=False):
-        assert layer_norm(x, normalized_shape=32).dtype == BF16
+        assert fl.layer_norm(x, normalized_shape=32).dtype == BF16
     with pytest.raises(RuntimeError, match="expected weight of dtype float32"):
-        layer_norm(x.float(), torch.ones(32, device=device, dtype=BF16))
+        fl.layer_norm(x.float(), torch.ones(32, device=device, dtype=BF16))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives of every order and mode, torch.func's transforms, and hooks around autograd."""
+"""Of every norm derivatives of every order and mode, and transforms; what autograd saves."""
 
 import itertools
 from typing import Any, cast
@@ -8,7 +8,7 @@ import forms
 import pytest
 import torch
 import torch.nn.functional as F
-from forms import NAMES, ROWS
+from forms import ALL_NAMES, NAMES, ROWS, TAKE_ACTIVATIONS
 from numerics import ACTIVATIONS
 from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -16,14 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from fused_layernorm import (
-    FusedAddLayerNorm,
-    FusedLayerNorm,
-    ada_layer_norm,
-    add_ada_layer_norm,
-    add_layer_norm,
-    layer_norm,
-)
+import fused_layernorm as fl
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 pytestmark = pytest.mark.cpu_operators
@@ -40,6 +33,14 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
     ("residual", RMS),
     ("modulated", RMS),
     ("gated", RMS),
+    ("groups", {}),
+    ("groups", {"activation": "silu"}),
+    ("groups", {"activation": "leaky_relu"}),
+    ("gates", {}),
+    ("gates", {"gate_activation": "sigmoid", "group_size": 2}),
+    ("gates", {"gate_first": True, "group_size": 2}),
+    ("gates", {"gate_first": True, "gate_activation": "sigmoid"}),
+    ("channels", {"activation": "silu"}),
 ]
 EVERY_FORM = pytest.mark.parametrize(("kind", "options"), FORMS, ids=str)
 
@@ -66,7 +67,7 @@ def test_gradcheck_of_several_dimensions(device, activation):
     tensors = [torch.randn(size, device=device, dtype=F64) for size in ((2, 3, 4), (3, 4), (3, 4))]
 
     def function(*tensors):
-        return layer_norm(*tensors, activation=activation)
+        return fl.layer_norm(*tensors, activation=activation)
 
     assert gradcheck(function, forms.leaves(tensors), check_batched_grad=True)
     assert gradgradcheck(function, forms.leaves(tensors))
@@ -92,14 +93,24 @@ def some(count):
     return [mask for mask in itertools.product((True, False), repeat=count) if any(mask)]
 
 
-@pytest.mark.parametrize("statistic", ["layer", "rms"])
-@pytest.mark.parametrize("kind", NAMES)
-def test_gradcheck_where_some_are_absent(device, kind, statistic):
-    names = NAMES[kind]
+def options_of(kind, **others):
+    """Those that are there, with an activation where the function takes one."""
+    return others | ({"activation": "silu"} if kind in TAKE_ACTIVATIONS else {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(kind, options_of(kind)) for kind in ALL_NAMES]
+    + [(kind, options_of(kind, **RMS)) for kind in NAMES],
+    ids=str,
+)
+def test_gradcheck_where_some_are_absent(device, kind, options):
     tensors = forms.tensors(kind, device, (2, 2, 3))
-    absent = [name in ("gate", "shift", "scale", "weight", "bias") for name in names]
-    activation = "silu" if kind in ("plain", "residual") else None
-    function = forms.ours(kind, statistic=statistic, activation=activation)
+    absent = [
+        name in ("shift", "scale", "weight", "bias") or (name, kind) == ("gate", "gated")
+        for name in ALL_NAMES[kind]
+    ]
+    function = forms.ours(kind, **options)
     for mask in some(sum(absent)):
         choice = iter(mask)
         present = [not (may and next(choice)) for may in absent]
@@ -113,11 +124,10 @@ def test_gradcheck_where_some_are_absent(device, kind, statistic):
         assert gradgradcheck(of_present, used, fast_mode=True)
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", ALL_NAMES)
 def test_gradcheck_where_some_are_frozen(device, kind):
     tensors = forms.tensors(kind, device, (2, 2, 3))
-    activation = "silu" if kind in ("plain", "residual") else None
-    function = forms.ours(kind, activation=activation)
+    function = forms.ours(kind, **options_of(kind))
     for mask in some(len(tensors)):
         assert gradcheck(function, forms.leaves(tensors, mask), fast_mode=True)
         assert gradgradcheck(function, forms.leaves(tensors, mask), fast_mode=True)
@@ -171,7 +181,7 @@ def test_operators_have_gradients_of_their_own(device, kind, suffix):
     assert not any(t.requires_grad for t in statistics[-2:])
 
 
-@pytest.mark.parametrize("function", [layer_norm, ada_layer_norm])
+@pytest.mark.parametrize("function", [fl.layer_norm, fl.ada_layer_norm])
 def test_forward_mode_checks_its_arguments(device, function):
     x, wrong = torch.randn(3, 5, device=device), torch.ones(4, device=device)
     with pytest.raises(RuntimeError, match=r"expected (shift that broadcasts|input of|weight of)"):
@@ -181,8 +191,8 @@ def test_forward_mode_checks_its_arguments(device, function):
 def test_half_precision_in_forward_mode(device):
     x, scale = torch.randn(3, 64, device=device).to(BF16), torch.randn(64, device=device)
     for function, tensor in (
-        (lambda x: layer_norm(x, scale), x),
-        (lambda scale: ada_layer_norm(x, None, scale), scale),
+        (lambda x: fl.layer_norm(x, scale), x),
+        (lambda scale: fl.ada_layer_norm(x, None, scale), scale),
     ):
         # jvp's annotation includes a third value, which it returns only with has_aux.
         y, tangent = cast(tuple[Any, Any], jvp(function, (tensor,), (tensor,)))
@@ -264,26 +274,31 @@ BATCHED = {
     "modulated": [("x",), ("x", "shift", "scale"), ("scale",), NAMES["modulated"]],
     "gated": [("x", "residual"), ("x", "residual", "gate", "shift", "scale"), ("gate", "shift"),
               ("residual", "scale", "weight"), NAMES["gated"]],
+    "groups": [("x",), ("x", "shift", "scale"), ("scale", "weight"), ("x", "bias"),
+               ALL_NAMES["groups"]],
+    "gates": [("x",), ("gate",), ("x", "gate"), ("weight",), ALL_NAMES["gates"]],
+    "channels": [("x",), ("x", "weight")],
 }  # fmt: skip
 
 
 @on_devices(VMAPS, ["vmap", "vmap of grad", "vmap of grad of grad", "grad of vmap"])
 @pytest.mark.parametrize(
-    ("kind", "batched"), [(kind, names) for kind in NAMES for names in BATCHED[kind]], ids=str
+    ("kind", "batched"), [(kind, names) for kind in BATCHED for names in BATCHED[kind]], ids=str
 )
 def test_vmap(device, name, kind, batched):
     """The dimension that vmap goes over is the first of some tensors, and the last of others."""
     dims: list[int | None] = []
     tensors = list(forms.tensors(kind, device))
-    for i, argument in enumerate(NAMES[kind]):
+    for i, argument in enumerate(ALL_NAMES[kind]):
         is_batched = argument in batched
         dims.append((0, -1)[i % 2] if is_batched else None)
         if is_batched:
             tensors[i] = torch.stack([tensors[i], tensors[i].sin(), -tensors[i]], (0, -1)[i % 2])
     every = tuple(range(len(tensors)))
-    activation = "gelu" if kind in ("plain", "residual") else None
-    for statistic in ("layer", "rms"):
-        options: dict[str, Any] = {"activation": activation, "statistic": statistic}
+    for statistic in ("layer", "rms") if kind in NAMES else ("layer",):
+        options = {"activation": "gelu"} if kind in TAKE_ACTIVATIONS else {}
+        if kind in NAMES:
+            options["statistic"] = statistic
         results = [
             VMAPS[name](f, every, tuple(dims))(*tensors)
             for f in (forms.ours(kind, **options), forms.stock(kind, **options))
@@ -293,15 +308,15 @@ def test_vmap(device, name, kind, batched):
 
 def test_vmap_without_leading_dimensions(device):
     x, shift = torch.randn(2, 7, 5, device=device, dtype=F64)
-    found = vmap(lambda x, shift: ada_layer_norm(x, shift, normalized_shape=(5,)))(x, shift)
+    found = vmap(lambda x, shift: fl.ada_layer_norm(x, shift, normalized_shape=(5,)))(x, shift)
     torch.testing.assert_close(found, F.layer_norm(x, (5,)) + shift)
 
 
 def test_vmap_of_modulations_of_fewer_dimensions(device):
     """A sample has modulations of (D,) and an input of (S, D). vmap puts its dimension first."""
     x, (shift, scale) = torch.randn(3, 5, 4, device=device), torch.randn(2, 3, 4, device=device)
-    found = vmap(ada_layer_norm)(x, shift, scale)
-    torch.testing.assert_close(found, ada_layer_norm(x, shift[:, None], scale[:, None]))
+    found = vmap(fl.ada_layer_norm)(x, shift, scale)
+    torch.testing.assert_close(found, fl.ada_layer_norm(x, shift[:, None], scale[:, None]))
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -310,7 +325,7 @@ def test_vmap_does_not_enlarge_a_sample(device, batched):
     x = torch.randn(3, 5, 4, device=device)
     scale = torch.randn(3, 3, 1, 4, device=device)
     with pytest.raises(RuntimeError, match="expected scale that broadcasts"):
-        vmap(ada_layer_norm, in_dims=(0, None, 0 if batched else None))(
+        vmap(fl.ada_layer_norm, in_dims=(0, None, 0 if batched else None))(
             x, None, scale if batched else scale[0]
         )
 
@@ -322,7 +337,7 @@ def test_first_order_stays_on_the_kernels(device):
     x, weight, bias = forms.tensors("plain", device, dtype=F32)
 
     def loss(*t):
-        return layer_norm(*t, activation="gelu").sum()
+        return fl.layer_norm(*t, activation="gelu").sum()
 
     leaves = forms.leaves((x, weight, bias))
     for run in (
@@ -334,10 +349,10 @@ def test_first_order_stays_on_the_kernels(device):
             run()
         assert calls.names == ["layer_norm_forward", "layer_norm_backward"]
     with forms.Calls() as calls:
-        vmap(lambda x: layer_norm(x, weight, bias))(x)
+        vmap(lambda x: fl.layer_norm(x, weight, bias))(x)
         with torch.no_grad():
-            add_layer_norm(*leaves[:1] * 2, normalized_shape=4)
-        add_layer_norm(*leaves[:1] * 2, normalized_shape=4)
+            fl.add_layer_norm(*leaves[:1] * 2, normalized_shape=4)
+        fl.add_layer_norm(*leaves[:1] * 2, normalized_shape=4)
     assert calls.names == ["layer_norm", "add_layer_norm", "add_layer_norm_forward"]
 
 
@@ -348,13 +363,13 @@ class Tagged(torch.Tensor):
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_tensor_subclass_stays(device, requires_grad):
     x = torch.randn(3, 5, device=device).as_subclass(Tagged).requires_grad_(requires_grad)
-    y = layer_norm(x, normalized_shape=5)
+    y = fl.layer_norm(x, normalized_shape=5)
     assert type(y) is Tagged
     assert y.requires_grad == requires_grad
     torch.testing.assert_close(
         y.as_subclass(torch.Tensor), F.layer_norm(x.as_subclass(torch.Tensor), (5,))
     )
-    out = add_layer_norm(x, x, normalized_shape=5)
+    out = fl.add_layer_norm(x, x, normalized_shape=5)
     assert [type(o) for o in out] == [Tagged, Tagged]
     if requires_grad:
         y.sum().backward()
@@ -371,8 +386,8 @@ def test_lazily_negated_tensors(device, negated, autocast):
     def gradients(dy, **named):
         tensors = forms.leaves(named.values())
         with torch.autocast(device, BF16, enabled=autocast):
-            y = layer_norm(tensors[0], *tensors[2:])
-            outputs = (y, *add_layer_norm(*tensors))
+            y = fl.layer_norm(tensors[0], *tensors[2:])
+            outputs = (y, *fl.add_layer_norm(*tensors))
         return (*outputs, *torch.autograd.grad(outputs, tensors, [dy] * 3))
 
     values = torch.complex(torch.zeros_like(plain[negated]), -plain[negated])
@@ -384,13 +399,13 @@ def test_lazily_negated_tensors(device, negated, autocast):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(device, use_reentrant):
     torch.manual_seed(0)
-    norm, add_norm = FusedLayerNorm(32, activation="gelu"), FusedAddLayerNorm(32)
+    norm, add_norm = fl.FusedLayerNorm(32, activation="gelu"), fl.FusedAddLayerNorm(32)
     modules = nn.ModuleList([norm, add_norm, nn.Linear(32, 32)]).to(device)
     shift = torch.randn(32, device=device)
 
     def block(x):
         y, residual = add_norm(modules[2](norm(x)), x)
-        return add_ada_layer_norm(y, residual, shift, shift, shift)[0]
+        return fl.add_ada_layer_norm(y, residual, shift, shift, shift)[0]
 
     x = torch.randn(6, 32, device=device)
     results = []
@@ -409,7 +424,7 @@ def test_saved_tensors_pass_through_hooks(device):
     weight, bias = (torch.randn(32, device=device, requires_grad=True) for _ in "wb")
 
     def norm():
-        return layer_norm(x, weight, bias, activation="silu").float().sum()
+        return fl.layer_norm(x, weight, bias, activation="silu").float().sum()
 
     saved = forms.saved_by(norm)
     shapes = sorted(tuple(t.shape) for t in saved)
@@ -425,37 +440,18 @@ def test_inference_mode(device):
     x = torch.randn(3, 8, device=device)
     weight = torch.ones(8, device=device, requires_grad=True)
     with torch.inference_mode():
-        outputs = (layer_norm(x, weight), *add_layer_norm(x, x, weight))
+        outputs = (fl.layer_norm(x, weight), *fl.add_layer_norm(x, x, weight))
         inside = x * 1
     assert all(y.is_inference() for y in outputs)
-    assert torch.equal(outputs[0].clone(), layer_norm(x, weight).detach())
-    assert not layer_norm(inside, normalized_shape=8).requires_grad
+    assert torch.equal(outputs[0].clone(), fl.layer_norm(x, weight).detach())
+    assert not fl.layer_norm(inside, normalized_shape=8).requires_grad
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-        layer_norm(inside, weight)
-
-
-def test_hooks_and_accumulation(device):
-    norm = FusedLayerNorm(8).to(device)
-    seen = []
-    norm.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    norm.register_full_backward_hook(lambda module, gi, go: seen.append("module"))
-    x = torch.randn(3, 8, device=device, requires_grad=True)
-    x.register_hook(lambda g: 2 * g)
-    for _ in range(2):
-        norm(x).pow(2).sum().backward()
-    assert seen.count("module") == 2
-    tensors = [s for s in seen if s != "module"]
-    torch.testing.assert_close(tensors[1], 2 * tensors[0])
-    plain = x.detach().requires_grad_()
-    norm(plain).pow(2).sum().backward()
-    assert x.grad is not None
-    assert plain.grad is not None
-    torch.testing.assert_close(x.grad, 4 * plain.grad)
+        fl.layer_norm(inside, weight)
 
 
 def test_backward_twice(device):
     x = torch.randn(3, 8, device=device, requires_grad=True)
-    y = layer_norm(x, normalized_shape=8).pow(2).sum()
+    y = fl.layer_norm(x, normalized_shape=8).pow(2).sum()
     y.backward(retain_graph=True)
     assert x.grad is not None
     first = x.grad.clone()
@@ -469,7 +465,7 @@ def test_backward_twice(device):
 def test_grad_scaler():
     torch.manual_seed(0)
     results = []
-    for norm in (FusedLayerNorm(32), torch.nn.LayerNorm(32)):
+    for norm in (fl.FusedLayerNorm(32), torch.nn.LayerNorm(32)):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(32, 32), norm, torch.nn.Linear(32, 1)).cuda()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)

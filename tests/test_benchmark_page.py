@@ -11,7 +11,7 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("no benchmarks beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks import plot, report, results, run  # noqa: E402
+from benchmarks import plot, report, results  # noqa: E402
 
 NEW = {"date": "2026-01-02T03:04:05+00:00", "csrc_sha256": "0123456789abcdef" * 4}
 OLD = {"date": "2026-01-01T03:04:05+00:00", "csrc_sha256": "0"}
@@ -46,15 +46,6 @@ def made():
 
 def test_the_files_are_of_the_results():
     report.main(["--check"])
-
-
-def test_a_run_says_what_misses(made):
-    made["skipped"] = ["eager: no time"]
-    made["rows"][0]["ours_us"] *= 2
-    text = run.summary(made)
-    assert "### RMSNorm, forward" in text
-    assert "forward 32768x1024 bfloat16: MISS target" in text
-    assert "skipped eager: no time" in text
 
 
 def test_page_and_readme_say_what_was_measured(made):
@@ -159,8 +150,6 @@ def test_old_files_are_found_and_written_anew(made, monkeypatch, tmp_path):
     report.main(["--check"])
     assert sorted(path.name for path in plot.PLOTS.iterdir()) == ["nvidia-g1-80gb.svg"]
     first = plot.STEPS.read_text()
-    assert "fused_layernorm" in first
-    assert plot.marks(made["rows"], "backward", "ours_us") == ([4096], [pytest.approx(1.5, 0.01)])
     report.main(["--write"])
     assert plot.STEPS.read_text() == first, "drawing again changes nothing"
     results.write(tmp_path / "g1.json", {**made, "date": "2026-02-02T03:04:05+00:00"})

@@ -2,7 +2,6 @@
 """The benchmarks' arithmetic and files, and that what they time computes the same thing."""
 
 import contextlib
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -33,7 +32,7 @@ from benchmarks import (  # noqa: E402  # noqa: E402
     tune,
     turns,
 )
-from benchmarks.cases import CASES, OPS, Case, make_case, parse_case  # noqa: E402
+from benchmarks.cases import CASES, OPS, Case, parse_case  # noqa: E402
 
 
 @pytest.fixture
@@ -54,6 +53,7 @@ def on_cpu(monkeypatch):
         ("4x25x30 bf16 add_ada_backward", 6 * 2, 5 * 4 * 2),
         ("4x25x30 bf16 ada_backward per-token", 5 * 2, 0),  # dy is that of shift
         ("1x25x2x30 bf16 qk_norm_rope_backward", 3 * 2, 0),
+        ("100x30 bf16 gated_backward", 5 * 2, 2 * 2),
     ],
 )
 def test_bytes_are_the_least_that_must_move(text, row, once):
@@ -115,33 +115,6 @@ def test_all_providers_compute_the_same(text, on_cpu, monkeypatch):
         assert tune.error(second(), expected) > 1e-2, "the inputs are not distinct"
 
 
-NEW = (families.FAMILIES["group_silu_nhwc_"], families.FAMILIES["gated_"])
-
-
-@pytest.mark.parametrize("way", ["forward", "backward"])
-@pytest.mark.parametrize(("family", "size"), [(NEW[0], (2, 64, 3, 5)), (NEW[1], (6, 20))])
-def test_an_operator_is_a_row(family, size, way, on_cpu, monkeypatch):
-    """Inputs, PyTorch's side, bytes, texts and files follow from it."""
-    case = make_case(f"{family.name}{way}", size, "float32")
-    assert parse_case(case.text) == case == results.case_of(results.row_of(case))
-    assert (case.rows, case.cols) == ((64, 30) if family.groups else (6, 20))
-    assert case.bytes // (4 * case.rows * case.cols) == family.tensors[way == "backward"]
-    inputs = ours.make_inputs(case)
-    calls = providers.eager_calls(case, inputs)
-    first, second = (call() if way == "backward" else [call()] for call in calls)
-    assert len(first) == (len(family.gradients) if way == "backward" else 1)
-    assert tune.error(first, providers.reference(case, inputs[0])) < 1e-5
-    assert tune.error(second, first) > 1e-2
-    if family.groups:
-        assert inputs[0]["x"].is_contiguous(memory_format=torch.channels_last)
-        instance = make_case(f"{family.name}{way}", size, "float32", groups=64)
-        assert (instance.rows, instance.size) == (128, "2x64x3x5/64")
-        assert parse_case(instance.text) == instance
-    assert ours.missing_operator(case) is None
-    monkeypatch.setitem(families.FAMILIES, family.name, replace(family, operator="gone"))
-    assert ours.missing_operator(case) == ("gone" if way == "forward" else "gone_backward")
-
-
 def test_peers_that_are_missing_or_broken_are_named(monkeypatch):
     """And a peer computes the families that it has, forward alone where it has no backward."""
     norm = families.FAMILIES["rms_"]
@@ -163,30 +136,6 @@ def test_peers_that_are_missing_or_broken_are_named(monkeypatch):
     for text in ("rms_backward", "forward"):
         assert only.calls(parse_case(f"6x20 float32 {text}"), [one]) is None
     assert only.calls(replace(case, out_dtype="float16"), [one]) is None
-
-
-def options_of(line):
-    case, forces = tune.parse_line(line, [])
-    return dict(tune.options_of(case, forces, tune.HOPPER))
-
-
-def test_tune_tries_what_is_asked():
-    """The examples in the documents; a * is the same as its values by hand, but for plans that
-    were there before; and the printed plan is the one that was timed."""
-    for document in ("benchmarks/tune.py", "CONTRIBUTING.md"):
-        lines = re.findall(r'"(\d+x\d+ [^"]+\|[^"]+)"', (ROOT / document).read_text())
-        assert lines
-        for line in lines:
-            assert len(options_of(line)) >= 1 + line.count("|") + 5 * ("*" in line), line
-    line = "2048x65536 bf16 backward"
-    by_hand = [f"blocks_per_row={n} stages={m}" for n in range(1, 133) if n == 132 // (132 // n)
-               for m in range(1, 10)]  # fmt: skip
-    found = options_of(f"{line} | blocks_per_row=* stages=*")
-    assert found == options_of(" | ".join([line, *by_hand]))
-    assert len(found) > 50
-    for op, strategy in (("forward", "warp"), ("add_forward", "block")):
-        plan = tune.plan_of(Case(op, 32768, 1024, "bfloat16"), tune.HOPPER)
-        assert plan["strategy"] == strategy
 
 
 def test_csrc_sha256_with_and_without_git(tmp_path):
@@ -255,34 +204,6 @@ def test_compare_flags_what_is_slower(old_us, new_us, slower, said):
     assert ("first_ratio" in made["rows"][0]) == again
     assert old.asked.count("prepare") == new.asked.count("prepare") == 3 * (1 + again)
     assert compare.compare(JOBS, old, new, -1)["left_out"] == [job.name for job in JOBS]
-
-
-def test_compare_talks_to_a_process_and_outlives_it(monkeypatch, tmp_path):
-    (tmp_path / "a_build.py").write_text(
-        "import time\n"
-        "from benchmarks.compare import Failed\n"
-        "def work(library, commands):\n"
-        "    commands.send('stub of ' + library)\n"
-        "    while (command := commands.recv()[0]) != 'die':\n"
-        "        time.sleep(60 if command == 'hang' else 0)\n"
-        "        commands.send(Failed('bad') if command == 'fail' else 3.0)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    import a_build
-
-    monkeypatch.setattr(compare, "work", a_build.work)
-    side = compare.Side("old", Path("lib.so"))
-    assert side.start() == "stub of lib.so"
-    assert side.ask("time", 0.1) == 3.0
-    with pytest.raises(compare.Failed, match="bad"):
-        side.ask("fail")
-    with pytest.raises(compare.Failed, match="the process ended"):
-        side.ask("die")
-    assert side.ask("time", 0.1) == 3.0, "it was started anew"
-    monkeypatch.setattr(compare, "ANSWER", 0.2)
-    with pytest.raises(compare.Failed, match="no answer"):
-        side.ask("hang")
-    assert side.process is None
 
 
 def test_overhead_measures_steps_and_device_times(on_cpu, monkeypatch):

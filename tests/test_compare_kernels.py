@@ -58,31 +58,6 @@ def test_an_argument_may_lie_elsewhere(operation, offset, bank, loose):
     assert (one.loose == other.loose) == loose
 
 
-def test_renamed_kernels_are_found_by_their_code():
-    old = [kernel(NAME.format("half", n), instruction(ADD) * n) for n in (1, 2, 3)]
-    new = [kernel(f"rows_kernel<{n}>", instruction(ADD) * n) for n in (3, 1, 4)]
-    assert compare_kernels.take(old, new, "exact") == 2
-    assert [k.name for k in old] == [NAME.format("half", 2)]
-    assert [k.name for k in new] == ["rows_kernel<4>"]
-
-
-def test_changed_kernels_are_paired_by_name_then_by_likeness():
-    code = instruction(ADD) * 20
-    old = [kernel(NAME.format(dtype, 1), code, registers=40) for dtype in ("half", "float")]
-    new = [
-        kernel(NAME.replace("Types", "Norm<Types").format("float", 1), code + instruction(0x387)),
-        kernel(NAME.replace("Types", "Norm<Types").format("half", 1), code + instruction(0x322)),
-        kernel("param_grad_kernel<float>", instruction(0x981) * 20),
-    ]
-    pairs = compare_kernels.pairs_of(old, new)
-    assert pairs == [(old[0], new[1]), (old[1], new[0])]
-    assert "spills 0 -> 1" in compare_kernels.changed(old[1], new[0])
-    same = kernel(old[0].name, instruction(0x981) * 20)
-    assert compare_kernels.pairs_of(old[:1], [*new, same]) == [(old[0], same)]
-    assert compare_kernels.pairs_of(old[:1], new[2:]) == [(old[0], None)]
-    assert compare_kernels.pairs_of(old[:1], []) == [(old[0], None)]
-
-
 def library():
     return next(Path(fused_layernorm.__file__).parent.glob("libfused_layernorm.so"))
 

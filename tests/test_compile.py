@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.compile, torch.export and the operators' registration (opcheck)."""
 
+from typing import Any
+
 import forms
 import pytest
 import torch
@@ -8,16 +10,7 @@ import torch.nn.functional as F
 from compiling import afresh, assert_same, recording  # noqa: F401
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fused_layernorm import (
-    FusedAdaLayerNorm,
-    FusedAddAdaLayerNorm,
-    FusedAddLayerNorm,
-    FusedLayerNorm,
-    add_ada_layer_norm,
-    add_layer_norm,
-    layer_norm,
-    swap_layer_norm,
-)
+import fused_layernorm as fl
 from fused_layernorm.compile import rules
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -38,13 +31,13 @@ class Block(torch.nn.Module):
 
     def __init__(self, width=16):
         super().__init__()
-        self.norm = FusedLayerNorm(width, activation="gelu", scale=0.5)
+        self.norm = fl.FusedLayerNorm(width, activation="gelu", scale=0.5)
         self.up = torch.nn.Linear(width, 2 * width)
         self.down = torch.nn.Linear(2 * width, width)
-        self.add_norm = FusedAddLayerNorm(width)
+        self.add_norm = fl.FusedAddLayerNorm(width)
         self.modulation = torch.nn.Linear(width, 5 * width)
-        self.ada_norm = FusedAdaLayerNorm(width, elementwise_affine=True)
-        self.add_ada_norm = FusedAddAdaLayerNorm(width)
+        self.ada_norm = fl.FusedAdaLayerNorm(width, elementwise_affine=True)
+        self.add_ada_norm = fl.FusedAddAdaLayerNorm(width)
 
     def forward(self, x):
         y, residual = self.add_norm(self.down(F.relu(self.up(self.norm(x)))), x)
@@ -80,8 +73,10 @@ def test_no_recompilation_for_new_sizes(device, requires_grad):
     counter = CompileCounterWithBackend("aot_eager")
 
     def function(x, residual, gate, weight):
-        y, residual = add_layer_norm(layer_norm(x, weight, activation="silu"), residual, weight)
-        y, residual = add_ada_layer_norm(y, residual, gate, gate, gate)
+        y, residual = fl.add_layer_norm(
+            fl.layer_norm(x, weight, activation="silu"), residual, weight
+        )
+        y, residual = fl.add_ada_layer_norm(y, residual, gate, gate, gate)
         return y + residual
 
     compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=True)
@@ -98,19 +93,9 @@ def test_no_recompilation_for_new_sizes(device, requires_grad):
     assert counter.frame_count == first
 
 
-def test_default_mode_recompiles_once(device):
-    """Without dynamic=True PyTorch recompiles once, with a dynamic size, when a size changes."""
-    norm = FusedLayerNorm(8).to(device)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(norm, backend=counter, fullgraph=True)
-    for rows in (2, 3, 17, 100):
-        compiled(torch.randn(rows, 8, device=device))
-    assert counter.frame_count == 2
-
-
 def test_no_graph_break_in_a_swapped_model(device):
     model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).to(device)
-    swap_layer_norm(model)
+    fl.swap_layer_norm(model)
     model.train()
     explanation = torch._dynamo.explain(model)(torch.randn(2, 5, 16, device=device))
     assert explanation.graph_break_count == 0
@@ -127,22 +112,23 @@ def graph_targets(function, *args, backward=False):
     return [[name for name in names if "fused_layernorm" in name] for names in seen]
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "add_ada_layer_norm"])
+# By operator: the call, and the shapes of its tensors.
+ONE_EACH: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
+    "layer_norm": (fl.layer_norm, [(3, 8), (8,)]),
+    "add_ada_layer_norm": (
+        lambda *t: torch.stack(fl.add_ada_layer_norm(*t)), [(2, n, 8) for n in (3, 3, 1, 1, 1)]
+    ),
+    "group_norm": (lambda x: fl.group_norm(x, 2, activation="silu"), [(2, 8, 5)]),
+    "rms_norm_gated": (fl.rms_norm_gated, [(3, 8), (3, 8)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
 def test_forward_and_backward_are_one_operator_each(device, name):
     """Also past a gate."""
-
-    def make(*shape):
-        return torch.randn(*shape, device=device, requires_grad=True)
-
-    def gated(*tensors):
-        y, residual_out = add_ada_layer_norm(*tensors)
-        return y * residual_out
-
-    if name == "layer_norm":
-        graphs = graph_targets(layer_norm, make(3, 8), make(8), backward=True)
-    else:
-        graphs = graph_targets(gated, *(make(2, n, 8) for n in (3, 3, 1, 1, 1)), backward=True)
-    assert graphs == [
+    function, shapes = ONE_EACH[name]
+    tensors = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    assert graph_targets(function, *tensors, backward=True) == [
         [f"fused_layernorm.{name}_forward.default"],
         [f"fused_layernorm.{name}_backward.default"],
     ]
@@ -157,8 +143,8 @@ def test_a_gate_beside_an_activation(device):
     gate = torch.randn(2, 1, 4, device=device, requires_grad=True)
 
     def function(x, residual, weight, bias, gate):
-        y, total = add_layer_norm(x, residual, weight, bias, gate=gate)
-        other, total = add_layer_norm(y, total, weight, gate=gate, activation="gelu")
+        y, total = fl.add_layer_norm(x, residual, weight, bias, gate=gate)
+        other, total = fl.add_layer_norm(y, total, weight, gate=gate, activation="gelu")
         return other + total
 
     leaves = (*tensors, gate)
@@ -197,7 +183,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_under_compile(device, name):
     x, weight = torch.randn(2, 3, 8, device=device), torch.randn(8, device=device)
-    function = TRANSFORMS[name](lambda x, w: layer_norm(x, w, activation="gelu"))
+    function = TRANSFORMS[name](lambda x, w: fl.layer_norm(x, w, activation="gelu"))
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, weight), function(x, weight), rtol=1e-4, atol=1e-5)
 
@@ -208,9 +194,9 @@ def test_meta_tensors():
 
     x, residual, weight = make(3, 4, 8, dtype=BF16), make(3, 4, 8), make(8)
     gate, shift = make(3, 1, 8), make(4, 8)
-    plain = layer_norm(x, weight, out_dtype=F32)
-    out, residual_out = add_layer_norm(x, residual, weight, gate=gate, activation="gelu")
-    y, total = add_ada_layer_norm(x, residual, gate, shift, shift, weight)
+    plain = fl.layer_norm(x, weight, out_dtype=F32)
+    out, residual_out = fl.add_layer_norm(x, residual, weight, gate=gate, activation="gelu")
+    y, total = fl.add_ada_layer_norm(x, residual, gate, shift, shift, weight)
     outputs = (plain, out, residual_out, y, total)
     assert all(tensor.is_meta and tensor.shape == x.shape for tensor in outputs)
     assert [tensor.dtype for tensor in outputs] == [F32, BF16, F32, BF16, F32]
@@ -225,8 +211,8 @@ def test_fake_tensors_of_a_device_that_need_not_be_here():
     for device_type in ("cuda", "meta", "lazy"):
         with torch._subclasses.FakeTensorMode():
             x = torch.empty(3, 8, device=device_type, dtype=BF16)
-            y, residual_out = add_layer_norm(
-                layer_norm(x, normalized_shape=8), x.float(), normalized_shape=8
+            y, residual_out = fl.add_layer_norm(
+                fl.layer_norm(x, normalized_shape=8), x.float(), normalized_shape=8
             )
         assert y.device.type == residual_out.device.type == device_type
         assert (y.dtype, residual_out.dtype) == (BF16, F32)
@@ -237,7 +223,7 @@ def test_make_fx(device, mode):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def function(x, weight):
-        y = layer_norm(x, weight, activation="silu")
+        y = fl.layer_norm(x, weight, activation="silu")
         return torch.autograd.grad(y.sum(), (x, weight))
 
     x = torch.randn(3, 8, device=device, requires_grad=True)

@@ -124,17 +124,6 @@ def test_by_name(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-def test_graph_breaks(device):
-    def function(x, weight):
-        y = F.layer_norm(x, (32,), weight)
-        torch._dynamo.graph_break()
-        return F.layer_norm(y.relu() + x, (32,))
-
-    x, weight = torch.randn(3, 32, device=device), torch.randn(32, device=device)
-    compiled = torch.compile(function, backend="fused_layernorm", options=EAGER)
-    torch.testing.assert_close(compiled(x, weight), function(x, weight))
-
-
 THEN = "fused_layernorm.then"
 
 

@@ -271,49 +271,45 @@ def compiled(mesh):
     same(found, expected, [Shard(0), Partial(), Partial()])
 
 
+def stays_sharded(function, plain, mesh, placements, of_plain=None):
+    """Asserts that neither direction needs a collective, and that results lie as the first argument
+    does. Gradients lie as their tensors do, or are partial sums."""
+    leaves = spread(plain, mesh, placements)
+    with no_collective():
+        found = results(function, leaves)
+    gradients = [p if isinstance(p, Shard) else Partial() for p in placements]
+    outputs = len(found) - len(gradients)
+    same(found, results(of_plain or function, plain), [placements[0]] * outputs + gradients)
+
+
 @case
 def heads_stay_sharded(mesh):
-    """q and k over samples, positions or heads, without a collective in either direction."""
+    """q and k over samples, positions or heads."""
     world, device = mesh.size(), mesh.device_type
     shape = (world, 2 * world, 2 * world, 8)
     plain = made(device, shape, (*shape[:2], world, 8), 8, 8)
     angle = torch.randn(*shape[:2], 4, device=device)
+
+    def by(cos, sin):
+        return lambda *t: fused_layernorm.qk_norm_rope(*t, cos, sin)
+
     angles = angle.cos(), angle.sin()
-    expected = fused_layernorm.qk_norm_rope(*plain, *angles)
-    grads = [torch.randn_like(y) for y in expected]
-    of_plain = torch.autograd.grad(expected, plain, grads)
     for shard in (Shard(0), Shard(1), Shard(2)):
-        leaves = spread(plain, mesh, (shard, shard, Replicate(), Replicate()))
-        of_angles = [Replicate() if shard.dim == 2 else shard]
-        cos, sin = (distribute_tensor(t, mesh, of_angles) for t in angles)
-        given = [distribute_tensor(g, mesh, [shard]) for g in grads]
-        with no_collective():
-            y = fused_layernorm.qk_norm_rope(*leaves, cos, sin)
-            found = torch.autograd.grad(y, leaves, given)
-        same((*y, *found), (*expected, *of_plain), [shard] * 4 + [Partial()] * 2)
+        where = [Replicate() if shard.dim == 2 else shard]
+        function = by(*(distribute_tensor(t, mesh, where) for t in angles))
+        placements = (shard, shard, Replicate(), Replicate())
+        stays_sharded(function, plain, mesh, placements, by(*angles))
 
 
 @case
 def gated_norms_stay_sharded(mesh):
-    """Over rows, without a collective in either direction, also in groups."""
+    """Over rows, also in groups."""
     shape = (mesh.size(), 2 * mesh.size(), 8)
     plain = made(mesh.device_type, shape, shape, 8)
-    for gate_first, group_size in ((False, None), (True, 4)):
-
-        def run(x, gate, weight, gate_first=gate_first, group_size=group_size):
-            options = {"gate_first": gate_first, "group_size": group_size}
-            return fused_layernorm.rms_norm_gated(x, gate, weight, 1e-5, **options)
-
-        expected = run(*plain)
-        dy = torch.randn_like(expected)
-        of_plain = torch.autograd.grad(expected, plain, dy)
+    for options in ({}, {"gate_first": True, "group_size": 4}):
+        norm = functools.partial(fused_layernorm.rms_norm_gated, eps=1e-5, **options)
         for shard in (Shard(0), Shard(1)):
-            leaves = spread(plain, mesh, (shard, shard, Replicate()))
-            given = distribute_tensor(dy, mesh, [shard])
-            with no_collective():
-                y = run(*leaves)
-                found = torch.autograd.grad(y, leaves, given)
-            same((y, *found), (expected, *of_plain), [shard] * 3 + [Partial()])
+            stays_sharded(norm, plain, mesh, (shard, shard, Replicate()))
 
 
 @case
@@ -340,7 +336,6 @@ def group_norms_stay_sharded(mesh):
 
 @case
 def rows_stay_sharded(mesh):
-    """Neither direction needs a collective. The parameters' gradients are partial sums."""
     for normalized_ndim, options in (
         (1, {}),
         (2, {}),
@@ -351,19 +346,13 @@ def rows_stay_sharded(mesh):
         cols = shape[-normalized_ndim:]
         plain = made(mesh.device_type, shape, shape, cols, cols)
         for shard in map(Shard, range(len(shape) - normalized_ndim)):
-            leaves = spread(plain, mesh, (shard, shard, Replicate(), Replicate()))
+            placements = (shard, shard, Replicate(), Replicate())
             for norm, used in (
                 (layer_norm, (0, 2, 3)), (add_layer_norm, (0, 1, 2, 3)),
                 (rms_norm, (0, 2)), (add_rms_norm, (0, 1, 2)),
             ):  # fmt: skip
-                function = functools.partial(norm, **options)
-                with no_collective():
-                    found = results(function, [leaves[i] for i in used])
-                expected = results(function, [plain[i] for i in used])
-                parameters = sum(i > 1 for i in used)
-                same(
-                    found, expected, [shard] * (len(found) - parameters) + [Partial()] * parameters
-                )
+                given, where = ([of[i] for i in used] for of in (plain, placements))
+                stays_sharded(functools.partial(norm, **options), given, mesh, where)
 
 
 @case
@@ -471,12 +460,7 @@ def modulated_rows_stay_sharded(mesh):
             whole = own >= 0 and t.shape[own] == rows[dim]
             return Shard(own) if whole else Replicate()
 
-        placements = [placement(t) for t in plain]
-        leaves = spread(plain, mesh, placements)
-        with no_collective():
-            found = results(modulated, leaves)
-        gradients = [p if isinstance(p, Shard) else Partial() for p in placements]
-        same(found, results(modulated, plain), [Shard(dim)] * 3 + gradients)
+        stays_sharded(modulated, plain, mesh, [placement(t) for t in plain])
 
 
 @case

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input raises one clear sentence, the same on every device, for fakes and when compiled."""
 
+import contextlib
+import functools
 import math
 import re
 import shutil
@@ -8,23 +10,16 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numerics
 import pytest
 import torch
 import torch.nn.functional as F
 
-import fused_layernorm
-from fused_layernorm import (
-    FusedLayerNorm,
-    ada_layer_norm,
-    add_ada_layer_norm,
-    add_layer_norm,
-    calls,
-    layer_norm,
-)
+import fused_layernorm as fl
+from fused_layernorm import ada_layer_norm, add_layer_norm, calls, layer_norm
 from fused_layernorm.compile import rules
 from fused_layernorm.ops import arguments
 from fused_layernorm.ops.operators import describe
@@ -33,273 +28,375 @@ F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float6
 
 
 FLOATS = "float32, float16, bfloat16 or float64"
+X, W = ((4, 8), F32), ((8,), F32)  # tensors are given as (shape, dtype)
+INT = torch.int64
+Row = tuple[type[Exception], str, dict[str, Any]]  # how it goes on after "expected", what is wrong
+OF_WEIGHT = "weight of shape [8], the last dimensions of input, got shape"
+BESIDE_A_STREAM = (
+    "of dtype bfloat16 or float32 beside input and residual of bfloat16 and float32, got"
+)
 
-
-@dataclass
-class Bad:
-    """A call and what it must raise. Tensors are given as (shape, dtype)."""
-
-    name: str
-    error: type[Exception]
-    sentence: str
-    input: Any = ((4, 8), F32)
-    weight: Any = ((8,), F32)
-    bias: Any = None
-    residual: Any = None
-    gate: Any = None
-    shift: Any = None
-    modulation_scale: Any = None
-    options: dict = field(default_factory=dict)
-
-    def __str__(self):
-        return self.name
-
-
-LAYER_NORM = [
-    Bad("integer input", NotImplementedError, input=((4, 8), torch.int32),
-        sentence=f"expected input of dtype {FLOATS}, got int32"),
-    Bad("float8 input", NotImplementedError, input=((4, 8), torch.float8_e4m3fn),
-        sentence=f"expected input of dtype {FLOATS}, got float8_e4m3fn"),
-    Bad("integer weight", NotImplementedError, weight=((8,), torch.int64),
-        sentence=f"expected weight of dtype {FLOATS}, got int64"),
-    Bad("weight of another shape", RuntimeError, weight=((3,), F32),
-        sentence="expected weight of shape [8], the last dimensions of input, got shape [3]"),
-    Bad("weight of another rank", RuntimeError, weight=((1, 8), F32),
-        sentence="expected weight of shape [4, 8], the last dimensions of input, got shape [1, 8]"),
-    Bad("bias of another shape", RuntimeError, bias=((4,), F32),
-        sentence="expected bias of shape [8], the last dimensions of input, got shape [4]"),
-    Bad("weight of more dimensions than input", RuntimeError, weight=((2, 4, 8), F32),
-        sentence="expected input of at least the 3 dimensions of normalized_shape, [2, 4, 8], "
-        "got input of shape [4, 8]"),
-    Bad("scalar weight", RuntimeError, weight=((), F32),
-        sentence="expected weight to have at least one dimension, got a scalar"),
-    Bad("scalar input", RuntimeError, input=((), F32),
-        sentence="expected input of at least the 1 dimensions of normalized_shape, [8], got "
-        "input of shape []"),
-    Bad("normalized_shape longer than input", RuntimeError,
-        weight=None, options={"normalized_shape": (2, 4, 8)},
-        sentence="expected input of at least the 3 dimensions of normalized_shape, got input of "
-        "shape [4, 8]"),
-    Bad("normalized_shape that is not input's", RuntimeError,
-        weight=None, options={"normalized_shape": (4,)},
-        sentence="expected input whose last dimensions are normalized_shape [4], got input of "
-        "shape [4, 8]"),
-    Bad("no normalized_shape", ValueError, weight=None,
-        sentence="expected normalized_shape, weight or bias, got none of them"),
-    Bad("normalized_shape that is not weight's", RuntimeError, options={"normalized_shape": (4, 8)},
-        sentence="expected weight of shape [4, 8], the last dimensions of input, got shape [8]"),
-    Bad("normalized_shape that is not bias's", RuntimeError,
-        bias=((4, 8), F32), options={"normalized_shape": (8,)},
-        sentence="expected bias of shape [8], the last dimensions of input, got shape [4, 8]"),
-    Bad("empty normalized_shape", RuntimeError, weight=None, options={"normalized_shape": ()},
-        sentence="expected normalized_shape to have at least one dimension, got ()"),
-    Bad("normalized_shape of floats", TypeError, weight=None, options={"normalized_shape": (8.0,)},
-        sentence="expected normalized_shape to hold ints, got an element of float"),
-    Bad("normalized_shape that is no sequence", TypeError,
-        weight=None, options={"normalized_shape": 8.0},
-        sentence="expected normalized_shape to be a sequence of ints, got float"),
-    Bad("half weight beside a float32 input", RuntimeError, weight=((8,), F16),
-        sentence="expected weight of dtype float32 beside input of float32, got float16"),
-    Bad("bfloat16 weight beside a float16 input", RuntimeError,
-        input=((4, 8), F16), weight=((8,), BF16),
-        sentence="expected weight of dtype float16 or float32 beside input of float16, got "
-        "bfloat16"),
-    Bad("float64 weight beside a half input", RuntimeError,
-        input=((4, 8), BF16), weight=((8,), F64),
-        sentence="expected weight of dtype bfloat16 or float32 beside input of bfloat16, got "
-        "float64"),
-    Bad("float32 bias beside a float64 input", RuntimeError,
-        input=((4, 8), F64), weight=None, bias=((8,), F32),
-        sentence="expected bias of dtype float64 beside input of float64, got float32"),
-    Bad("weight and bias of two dtypes", RuntimeError, input=((4, 8), F16), bias=((8,), F16),
-        sentence="expected weight and bias of one dtype, got float32 and float16"),
-    Bad("eps that is NaN", ValueError, options={"eps": math.nan},
-        sentence="expected eps to be a number, got nan"),
-    Bad("eps that is a string", TypeError, options={"eps": "1e-5"},
-        sentence="expected eps to be a number, got str"),
-    Bad("eps that is None", TypeError, options={"eps": None},
-        sentence="expected eps to be a number, got NoneType"),
-    Bad("unknown activation", ValueError, options={"activation": "tanh"},
-        sentence="expected activation None, 'gelu', 'gelu_tanh', 'silu' or 'relu', got 'tanh'"),
-    Bad("scale that is NaN", ValueError, options={"scale": math.nan},
-        sentence="expected scale to be a finite number, got nan"),
-    Bad("scale that is a string", TypeError, options={"scale": "2"},
-        sentence="expected scale to be a number, got str"),
-    Bad("integer out_dtype", ValueError, options={"out_dtype": torch.int32},
-        sentence=f"expected out_dtype {FLOATS}, got int32"),
+LAYER_NORM: list[Row] = [
+    (NotImplementedError, f"input of dtype {FLOATS}, got int32", {"input": ((4, 8), torch.int32)}),
+    (NotImplementedError, f"input of dtype {FLOATS}, got float8_e4m3fn",
+     {"input": ((4, 8), torch.float8_e4m3fn)}),
+    (NotImplementedError, f"weight of dtype {FLOATS}, got int64", {"weight": ((8,), INT)}),
+    (RuntimeError, f"{OF_WEIGHT} [3]", {"weight": ((3,), F32)}),
+    (RuntimeError, "weight of shape [4, 8], the last dimensions of input, got shape [1, 8]",
+     {"weight": ((1, 8), F32)}),
+    (RuntimeError, "bias of shape [8], the last dimensions of input, got shape [4]",
+     {"bias": ((4,), F32)}),
+    (RuntimeError, "input of at least the 3 dimensions of normalized_shape, [2, 4, 8], got input "
+     "of shape [4, 8]", {"weight": ((2, 4, 8), F32)}),
+    (RuntimeError, "weight to have at least one dimension, got a scalar", {"weight": ((), F32)}),
+    (RuntimeError, "input of at least the 1 dimensions of normalized_shape, [8], got input of "
+     "shape []", {"input": ((), F32)}),
+    (RuntimeError, "input of at least the 3 dimensions of normalized_shape, got input of shape "
+     "[4, 8]", {"weight": None, "normalized_shape": (2, 4, 8)}),
+    (RuntimeError, "input whose last dimensions are normalized_shape [4], got input of shape "
+     "[4, 8]", {"weight": None, "normalized_shape": (4,)}),
+    (ValueError, "normalized_shape, weight or bias, got none of them", {"weight": None}),
+    (RuntimeError, "weight of shape [4, 8], the last dimensions of input, got shape [8]",
+     {"normalized_shape": (4, 8)}),
+    (RuntimeError, "bias of shape [8], the last dimensions of input, got shape [4, 8]",
+     {"bias": ((4, 8), F32), "normalized_shape": (8,)}),
+    (RuntimeError, "normalized_shape to have at least one dimension, got ()",
+     {"weight": None, "normalized_shape": ()}),
+    (TypeError, "normalized_shape to hold ints, got an element of float",
+     {"weight": None, "normalized_shape": (8.0,)}),
+    (TypeError, "normalized_shape to be a sequence of ints, got float",
+     {"weight": None, "normalized_shape": 8.0}),
+    (RuntimeError, "weight of dtype float32 beside input of float32, got float16",
+     {"weight": ((8,), F16)}),
+    (RuntimeError, "weight of dtype float16 or float32 beside input of float16, got bfloat16",
+     {"input": ((4, 8), F16), "weight": ((8,), BF16)}),
+    (RuntimeError, "weight of dtype bfloat16 or float32 beside input of bfloat16, got float64",
+     {"input": ((4, 8), BF16), "weight": ((8,), F64)}),
+    (RuntimeError, "bias of dtype float64 beside input of float64, got float32",
+     {"input": ((4, 8), F64), "weight": None, "bias": W}),
+    (RuntimeError, "weight and bias of one dtype, got float32 and float16",
+     {"input": ((4, 8), F16), "bias": ((8,), F16)}),
+    (ValueError, "eps to be a number, got nan", {"eps": math.nan}),
+    (TypeError, "eps to be a number, got str", {"eps": "1e-5"}),
+    (TypeError, "eps to be a number, got NoneType", {"eps": None}),
+    (ValueError, "activation None, 'gelu', 'gelu_tanh', 'silu' or 'relu', got 'tanh'",
+     {"activation": "tanh"}),
+    (ValueError, "activation None, 'gelu', 'gelu_tanh', 'silu' or 'relu', got 'leaky_relu'",
+     {"activation": "leaky_relu"}),
+    (ValueError, "scale to be a finite number, got nan", {"scale": math.nan}),
+    (TypeError, "scale to be a number, got str", {"scale": "2"}),
+    (ValueError, f"out_dtype {FLOATS}, got int32", {"out_dtype": torch.int32}),
+]  # fmt: skip
+IMAGE = {"input": ((2, 6, 4, 4), F32), "weight": None}
+OF_CHANNELS = "weight of shape [6], the size of dimension 1 of input, got shape"
+OVER_ONE_DIMENSION: list[Row] = [
+    (error, sentence, IMAGE | wrong)
+    for error, sentence, wrong in (
+        (TypeError, "dim to be an int, got list", {"dim": [1]}),
+        (IndexError, "dim from -4 to 3 for input of 4 dimensions, got 4", {"dim": 4}),
+        (ValueError, "dim or normalized_shape, got both of them",
+         {"dim": 1, "normalized_shape": (6,)}),
+        (RuntimeError, f"{OF_CHANNELS} [5]", {"dim": 1, "weight": ((5,), F32)}),
+        (RuntimeError, f"{OF_CHANNELS} [6, 4]", {"dim": 1, "weight": ((6, 4), F32)}),
+        (RuntimeError, "weight of dtype float32 beside input of float32, got float16",
+         {"dim": 1, "weight": ((6,), F16)}),
+    )
+]  # fmt: skip
+RMS_NORM: list[Row] = [
+    (ValueError, "weight_offset to be a finite number, got inf", {"weight_offset": math.inf}),
+    (TypeError, "weight_offset to be a number, got str", {"weight_offset": "1"}),
+    (ValueError, "a weight beside weight_offset 1.0, got none",
+     {"weight": None, "weight_offset": 1.0, "normalized_shape": 8}),
+    (ValueError, "eps to be a number, got nan", {"eps": math.nan}),
+    (RuntimeError, f"{OF_WEIGHT} [3]", {"weight": ((3,), F32)}),
+    (ValueError, "normalized_shape, weight or bias, got none of them", {"weight": None}),
+    (ValueError, "group_size that divides the 8 columns, got 3", {"group_size": 3}),
+    (ValueError, "group_size of at least 1, got 0", {"group_size": 0}),
+    (ValueError, "group_size beside the last dimension alone to normalize over",
+     {"weight": None, "group_size": 4, "normalized_shape": (4, 8)}),
+    (ValueError, "group_size beside the last dimension alone to normalize over",
+     {"weight": None, "group_size": 4, "dim": 0}),
+    (RuntimeError, f"{OF_WEIGHT} [4]",
+     {"input": W, "weight": ((4,), F32), "group_size": 4}),
+]  # fmt: skip
+OF_A_GATE: list[Row] = [  # of add_layer_norm, alone and beside an activation
+    (TypeError, "residual to be a tensor, got NoneType", {"residual": None}),
+    (TypeError, "gate to be a tensor, got float", {"gate": 1.0}),
+    (RuntimeError, "gate that broadcasts to the shape of input, [4, 8], got shape [3, 8]",
+     {"gate": ((3, 8), F32)}),
+    (RuntimeError, "gate of dtype float32 beside input and residual of float32 and float32, got "
+     "float16", {"gate": ((8,), F16)}),
+    (ValueError, "normalized_shape, weight or bias, got none of them", {"weight": None}),
+    (RuntimeError, f"{OF_WEIGHT} [3]", {"weight": ((3,), F32)}),
+]  # fmt: skip
+ADD: list[Row] = [
+    (RuntimeError, "residual of the shape of input, [4, 8], got shape [1, 8]",
+     {"residual": ((1, 8), F32)}),
+    (NotImplementedError, f"residual of dtype {FLOATS}, got int64", {"residual": ((4, 8), INT)}),
+    (RuntimeError, f"weight {BESIDE_A_STREAM} float64",
+     {"input": ((4, 8), BF16), "weight": ((8,), F64)}),
+    *((error, sentence, {"gate": W, **wrong, **options})
+      for error, sentence, wrong in OF_A_GATE for options in ({}, {"activation": "gelu"})),
+]  # fmt: skip
+ADA: list[Row] = [
+    (RuntimeError, "shift that broadcasts to the shape of input, [4, 8], got shape [3, 8]",
+     {"shift": ((3, 8), F32)}),
+    (RuntimeError, "scale that broadcasts to the shape of input, [1, 8], got shape [4, 8]",
+     {"input": ((1, 8), F32), "shift": None, "scale": X}),
+    (RuntimeError, "scale that broadcasts to the shape of input, [4, 8], got shape [1, 4, 8]",
+     {"scale": ((1, 4, 8), F32)}),
+    (RuntimeError, "shift that broadcasts to the shape of input, [4, 8], got shape [4, 0]",
+     {"shift": ((4, 0), F32)}),
+    (NotImplementedError, f"scale of dtype {FLOATS}, got int64", {"scale": ((8,), INT)}),
+    (RuntimeError, "shift of dtype float32 beside input of float32, got bfloat16",
+     {"shift": ((8,), BF16)}),
+    (RuntimeError, "scale of dtype float16 or float32 beside input of float16, got bfloat16",
+     {"input": ((4, 8), F16), "scale": ((8,), BF16)}),
+    (RuntimeError, "input of at least the 1 dimensions of normalized_shape, got input of shape []",
+     {"input": ((), F32), "weight": None, "shift": ((), F32)}),
+    (ValueError, "statistic 'layer' or 'rms', got 'batch'", {"statistic": "batch"}),
+    *(LAYER_NORM[i] for i in (3, 10, 21, 22, 23, -1)),  # as layer_norm
+]  # fmt: skip
+ADD_ADA: list[Row] = [
+    (RuntimeError, "gate that broadcasts to the shape of input, [4, 8], got shape [2, 8]",
+     {"gate": ((2, 8), F32)}),
+    (RuntimeError, f"gate {BESIDE_A_STREAM} float16",
+     {"input": ((4, 8), BF16), "gate": ((8,), F16)}),
+    (RuntimeError, "residual of the shape of input, [4, 8], got shape [1, 8]",
+     {"residual": ((1, 8), F32)}),
+    (TypeError, "residual to be a tensor, got NoneType", {"residual": None}),
+]  # fmt: skip
+OF_GATE = "gate of the shape of input, [4, 8], got shape"
+RMS_NORM_GATED: list[Row] = [
+    (RuntimeError, f"{OF_GATE} [4, 1]", {"gate": ((4, 1), F32)}),
+    (RuntimeError, f"{OF_GATE} [8]", {"gate": W}),
+    (NotImplementedError, f"gate of dtype {FLOATS}, got int64", {"gate": ((4, 8), INT)}),
+    (NotImplementedError, f"gate of dtype {FLOATS}, got complex64",
+     {"gate": ((4, 8), torch.complex64)}),
+    (RuntimeError, f"{OF_WEIGHT} [4]", {"weight": ((4,), F32), "group_size": 4}),
+    (RuntimeError, "bias of shape [8], the last dimensions of input, got shape [1, 8]",
+     {"bias": ((1, 8), F32)}),
+    (RuntimeError, "weight of dtype float32 beside input of float32, got bfloat16",
+     {"weight": ((8,), BF16)}),
+    (RuntimeError, "weight and bias of one dtype, got bfloat16 and float32",
+     {"input": ((4, 8), BF16), "weight": ((8,), BF16), "bias": W}),
+    (ValueError, "gate_activation 'silu' or 'sigmoid', got 'tanh'", {"gate_activation": "tanh"}),
+    (ValueError, "gate_activation 'silu' or 'sigmoid', got None", {"gate_activation": None}),
+    (ValueError, "group_size that divides the 8 columns, got 3", {"group_size": 3}),
+    (ValueError, "group_size of at least 1, got 0", {"group_size": 0}),
+    (ValueError, "group_size of at least 1, got -4", {"group_size": -4}),
+    (TypeError, "group_size to be an int, got float", {"group_size": 4.0}),
+    (TypeError, "group_size to be an int, got bool", {"group_size": True}),
+    (ValueError, "eps to be a number, got nan", {"eps": math.nan}),
+    (TypeError, "eps to be a number, got str", {"eps": "1e-5"}),
+    (ValueError, "weight_offset to be a finite number, got inf", {"weight_offset": math.inf}),
+    (ValueError, "a weight beside weight_offset 1.0, got none",
+     {"weight": None, "weight_offset": 1.0}),
+    (TypeError, "weight_offset to be a number, got str", {"weight_offset": "1"}),
+    (ValueError, f"out_dtype {FLOATS}, got int32", {"out_dtype": torch.int32}),
+    (ValueError, "input of at least the 1 dimensions of normalized_shape, got input of shape []",
+     {"input": ((), F32), "gate": ((), F32), "weight": None}),
+]  # fmt: skip
+OF_ALL_CHANNELS = "of shape [6], a number for each channel of input, got shape"
+GROUP_NORM: list[Row] = [
+    (RuntimeError, "num_groups that divides the 6 channels of input, got 4", {"num_groups": 4}),
+    (RuntimeError, "num_groups of at least 1, got 0", {"num_groups": 0}),
+    (RuntimeError, "num_groups of at least 1, got -2", {"num_groups": -2}),
+    (TypeError, "num_groups to be an int, got float", {"num_groups": 2.0}),
+    (TypeError, "num_groups to be an int, got bool", {"num_groups": True}),
+    (TypeError, "num_groups to be an int, got NoneType", {"num_groups": None}),
+    (RuntimeError, "input of at least two dimensions, (samples, channels, ...), got shape [6]",
+     {"input": ((6,), F32)}),
+    (NotImplementedError, f"input of dtype {FLOATS}, got int64", {"input": ((4, 6), INT)}),
+    (RuntimeError, f"weight {OF_ALL_CHANNELS} [3]", {"weight": ((3,), F32)}),
+    (RuntimeError, f"bias {OF_ALL_CHANNELS} [1, 6]", {"bias": ((1, 6), F32)}),
+    (RuntimeError, "weight of dtype float32 beside input of float32, got bfloat16",
+     {"weight": ((6,), BF16)}),
+    (RuntimeError, "weight of dtype float16 or float32 beside input of float16, got bfloat16",
+     {"input": ((4, 6, 5), F16), "weight": ((6,), BF16)}),
+    (RuntimeError, "weight and bias of one dtype, got bfloat16 and float32",
+     {"input": ((4, 6, 5), BF16), "weight": ((6,), BF16), "bias": ((6,), F32)}),
+    (ValueError, "activation None, 'gelu', 'gelu_tanh', 'silu', 'relu' or 'leaky_relu', got 'tanh'",
+     {"activation": "tanh"}),
+    (ValueError, "scale to be a finite number, got inf", {"scale": math.inf}),
+    (TypeError, "scale to be a number, got str", {"scale": "2"}),
+    (ValueError, "eps to be a number, got nan", {"eps": math.nan}),
+    (TypeError, "eps to be a number, got str", {"eps": "1e-5"}),
+    (ValueError, f"out_dtype {FLOATS}, got int32", {"out_dtype": torch.int32}),
+]  # fmt: skip
+OF_SAMPLES = (
+    "of shape [4, 6], a number for each channel of each sample, which sizes of 1 may follow"
+)
+ADA_GROUP_NORM: list[Row] = [
+    (RuntimeError, f"shift {OF_SAMPLES}, got shape [6]", {"shift": ((6,), F32)}),
+    (RuntimeError, f"scale {OF_SAMPLES}, got shape [1, 6]", {"scale": ((1, 6), F32)}),
+    (RuntimeError, f"shift {OF_SAMPLES}, got shape [4, 6, 5]", {"shift": ((4, 6, 5), F32)}),
+    (RuntimeError, "shift of dtype float32 beside input of float32, got float64",
+     {"shift": ((4, 6), F64)}),
+]  # fmt: skip
+UNLIKE = "q and k that differ only in dimension 2, their heads, got shapes [2, 3, 4, 8] and"
+OF_ANGLES = ("of shape (positions, n) or (batch, positions, n), with 3 positions, batch 2 or 1, "
+             "and n 4 or 8, got shape")  # fmt: skip
+NO_NORM = {"statistic": None, "q_weight": None, "k_weight": None}
+QK_NORM_ROPE: list[Row] = [
+    (RuntimeError, "q of four dimensions, (batch, positions, heads, columns) or with seq_dim=2 "
+     "(batch, heads, positions, columns), got shape [3, 4, 8]", {"q": ((3, 4, 8), F32)}),
+    (NotImplementedError, f"q of dtype {FLOATS}, got int64", {"q": ((2, 3, 4, 8), INT)}),
+    (RuntimeError, "k of q's dtype, float32, got float16", {"k": ((2, 3, 2, 8), F16)}),
+    (RuntimeError, f"{UNLIKE} [2, 3, 2, 6]", {"k": ((2, 3, 2, 6), F32)}),
+    (RuntimeError, f"{UNLIKE} [2, 4, 2, 8]", {"k": ((2, 4, 2, 8), F32)}),
+    (TypeError, "k to be a tensor, got NoneType", {"k": None}),
+    (RuntimeError, "q_weight of shape [8], the size of a head, got shape [4]",
+     {"q_weight": ((4,), F32)}),
+    (RuntimeError, "k_weight of dtype float32 beside q of float32, got float16",
+     {"k_weight": ((8,), F16)}),
+    (RuntimeError, f"cos {OF_ANGLES} [3, 3]", {"cos": ((3, 3), F32)}),
+    (RuntimeError, f"sin {OF_ANGLES} [4, 4]", {"sin": ((4, 4), F32)}),
+    (RuntimeError, f"sin {OF_ANGLES} [3, 3, 4]", {"sin": ((3, 3, 4), F32)}),
+    (RuntimeError, "cos and sin of one dtype and one last size, got float32 [3, 4] and float32 "
+     "[3, 8]", {"sin": ((3, 8), F32)}),
+    (ValueError, "sin beside cos, got None", {"sin": None}),
+    (RuntimeError, "cos of dtype float32 beside q of float32, got float64", {"cos": ((3, 4), F64)}),
+    *((ValueError, f"rotary_dim to be an even number from 2 to 8, the size of a head, got {wrong}",
+       {"rotary_dim": wrong}) for wrong in (3, 10)),
+    (TypeError, "rotary_dim to be an int, got float", {"rotary_dim": 2.0}),
+    (ValueError, "cos and sin beside rotary_dim 4, got neither",
+     {"rotary_dim": 4, "cos": None, "sin": None}),
+    (IndexError, "seq_dim from -4 to 3, got 4", {"seq_dim": 4}),
+    (ValueError, "seq_dim 1 or 2 of four dimensions, got 0", {"seq_dim": 0}),
+    (TypeError, "seq_dim to be an int, got float", {"seq_dim": 1.0}),
+    (ValueError, "statistic 'rms', 'layer' or None, got 'max'", {"statistic": "max"}),
+    (ValueError, "no q_weight beside statistic None, got one", {"statistic": None}),
+    (ValueError, "no weight_offset beside statistic None, got 1.0",
+     {**NO_NORM, "weight_offset": 1.0}),
+    (ValueError, "cos and sin beside statistic None, got neither",
+     {**NO_NORM, "cos": None, "sin": None}),
+    (ValueError, "a k_weight beside weight_offset 1.0, got none",
+     {"k_weight": None, "weight_offset": 1.0}),
+    (ValueError, "weight_offset to be a finite number, got inf", {"weight_offset": math.inf}),
+    (TypeError, "eps to be a number, got str", {"eps": "x"}),
+    (ValueError, "eps to be a number, got nan", {"eps": math.nan}),
 ]  # fmt: skip
 
-ADD = [
-    Bad("residual of another shape", RuntimeError, residual=((1, 8), F32),
-        sentence="expected residual of the shape of input, [4, 8], got shape [1, 8]"),
-    Bad("integer residual", NotImplementedError, residual=((4, 8), torch.int32),
-        sentence=f"expected residual of dtype {FLOATS}, got int32"),
-    Bad("float64 weight beside a float32 residual", RuntimeError,
-        input=((4, 8), BF16), residual=((4, 8), F32), weight=((8,), F64),
-        sentence="expected weight of dtype bfloat16 or float32 beside input and residual of "
-        "bfloat16 and float32, got float64"),
-]  # fmt: skip
-
-ADA = [
-    Bad("shift that does not broadcast", RuntimeError, shift=((3, 8), F32),
-        sentence="expected shift that broadcasts to the shape of input, [4, 8], got shape [3, 8]"),
-    Bad("scale that would enlarge a size of one", RuntimeError,
-        input=((1, 8), F32), modulation_scale=((4, 8), F32),
-        sentence="expected scale that broadcasts to the shape of input, [1, 8], got shape [4, 8]"),
-    Bad("scale of more dimensions than input", RuntimeError, modulation_scale=((1, 4, 8), F32),
-        sentence="expected scale that broadcasts to the shape of input, [4, 8], got shape [1, "
-        "4, 8]"),
-    Bad("shift with an empty dimension", RuntimeError, shift=((4, 0), F32),
-        sentence="expected shift that broadcasts to the shape of input, [4, 8], got shape [4, 0]"),
-    Bad("integer scale", NotImplementedError, modulation_scale=((8,), torch.int64),
-        sentence=f"expected scale of dtype {FLOATS}, got int64"),
-    Bad("half shift beside a float32 input", RuntimeError, shift=((8,), BF16),
-        sentence="expected shift of dtype float32 beside input of float32, got bfloat16"),
-    Bad("scale of the other half dtype", RuntimeError,
-        input=((4, 8), F16), modulation_scale=((8,), BF16),
-        sentence="expected scale of dtype float16 or float32 beside input of float16, got "
-        "bfloat16"),
-    Bad("scalar input beside a modulation", RuntimeError,
-        input=((), F32), weight=None, shift=((), F32),
-        sentence="expected input of at least the 1 dimensions of normalized_shape, got input of "
-        "shape []"),
-    Bad("gate that does not broadcast", RuntimeError, residual=((4, 8), F32), gate=((2, 8), F32),
-        sentence="expected gate that broadcasts to the shape of input, [4, 8], got shape [2, 8]"),
-    Bad("gate of another dtype", RuntimeError,
-        input=((4, 8), BF16), residual=((4, 8), F32), gate=((8,), F16),
-        sentence="expected gate of dtype bfloat16 or float32 beside input and residual of "
-        "bfloat16 and float32, got float16"),
-    Bad("residual of another shape beside a gate", RuntimeError,
-        residual=((1, 8), F32), gate=((8,), F32),
-        sentence="expected residual of the shape of input, [4, 8], got shape [1, 8]"),
-    Bad("gate without a residual", TypeError, gate=((8,), F32),
-        sentence="expected residual to be a tensor, got NoneType"),
-]  # fmt: skip
-
-# Cases that ada_layer_norm refuses as layer_norm does.
-MODULATED = (
-    "weight of another shape", "weight and bias of two dtypes", "eps that is NaN",
-    "normalized_shape that is not input's", "eps that is a string", "integer out_dtype",
-)  # fmt: skip
-ADA += [
-    replace(bad, name=f"{bad.name} beside a modulation", shift=((8,), F32))
-    for bad in LAYER_NORM if bad.name in MODULATED
-]  # fmt: skip
-CASES = LAYER_NORM + ADD + ADA
+# Of each function: arguments that are right, and what takes the place of some.
+ROWS, ANGLES = {"input": X, "residual": X}, ((3, 4), F32)
+OF_GROUPS: dict[str, Any] = {"input": ((4, 6, 5), F32), "num_groups": 2}
+FUNCTIONS: dict[str, tuple[dict[str, Any], list[Row]]] = {
+    "layer_norm": ({"input": X, "weight": W}, LAYER_NORM + OVER_ONE_DIMENSION),
+    "rms_norm": ({"input": X, "weight": W}, RMS_NORM + OVER_ONE_DIMENSION),
+    "add_layer_norm": ({**ROWS, "weight": W}, ADD),
+    "ada_layer_norm": ({"input": X, "shift": W, "weight": W}, ADA),
+    "add_ada_layer_norm": ({**ROWS, "gate": W, "weight": W}, ADD_ADA),
+    "rms_norm_gated": ({"input": X, "gate": X, "weight": W}, RMS_NORM_GATED),
+    "group_norm": (OF_GROUPS, GROUP_NORM),
+    "ada_group_norm": (OF_GROUPS, ADA_GROUP_NORM),
+    "qk_norm_rope": (
+        {"q": ((2, 3, 4, 8), F32), "k": ((2, 3, 2, 8), F32), "q_weight": W, "k_weight": W,
+         "cos": ANGLES, "sin": ANGLES},
+        QK_NORM_ROPE,
+    ),
+}  # fmt: skip
+EVERY_ROW = pytest.mark.parametrize(
+    ("name", "error", "sentence", "wrong"),
+    [(name, *row) for name, (_, rows) in FUNCTIONS.items() for row in rows],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 
 
-def make(spec, device, requires_grad=False):
-    if spec is None:
-        return None
-    shape, dtype = spec
-    tensor = torch.ones(shape, device=device).to(dtype)
-    return tensor.requires_grad_(requires_grad and dtype.is_floating_point)
-
-
-def call(bad, input, weight, bias, residual, gate, shift, scale):
-    options = dict(bad.options)
-    if gate is not None:
-        return add_ada_layer_norm(input, residual, gate, shift, scale, weight, bias, **options)
-    if shift is not None or scale is not None:
-        return ada_layer_norm(input, shift, scale, weight, bias, **options)
-    if residual is None:
-        return layer_norm(input, weight, bias, **options)
-    return add_layer_norm(input, residual, weight, bias, **options)
-
-
-def tensors(bad, device, requires_grad=False):
-    specs = (bad.input, bad.weight, bad.bias, bad.residual, bad.gate, bad.shift,
-             bad.modulation_scale)  # fmt: skip
-    return [make(spec, device, requires_grad) for spec in specs]
+def call_of(name, wrong, device, requires_grad=False):
+    given = numerics.made({**FUNCTIONS[name][0], **wrong}, device)
+    for value in given.values():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value.requires_grad_(requires_grad and value.dtype.itemsize > 1)
+    return lambda: getattr(fl, name)(**given)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])
-@pytest.mark.parametrize("bad", CASES, ids=str)
-def test_sentence(device, bad, requires_grad):
-    """The same for meta tensors."""
-    for where in (device, "meta"):
-        with pytest.raises(bad.error) as caught:
-            call(bad, *tensors(bad, where, requires_grad))
-        assert str(caught.value) == bad.sentence
+@EVERY_ROW
+def test_sentence(device, name, error, sentence, wrong, requires_grad):
+    """The same for meta tensors and for fakes."""
+    fakes = torch._subclasses.FakeTensorMode()
+    for where, mode in ((device, None), ("meta", None), (device, fakes)):
+        with mode or contextlib.nullcontext(), pytest.raises(error) as caught:
+            call_of(name, wrong, where, requires_grad)()
+        assert str(caught.value) == f"expected {sentence}"
         assert caught.value.__cause__ is None
-        assert caught.value.__suppress_context__ or caught.value.__context__ is None
+        if "layer" in name:
+            assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
-@pytest.mark.parametrize("bad", CASES, ids=str)
-def test_sentence_under_compile(bad):
+@EVERY_ROW
+def test_sentence_under_compile(name, error, sentence, wrong):
     torch._dynamo.reset()
-    args = tensors(bad, "cpu")
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def compiled(*args):
-        return call(bad, *args)
-
-    with pytest.raises((bad.error, RuntimeError)) as caught:
-        compiled(*args)
-    assert bad.sentence in str(caught.value).replace("\\'", "'")
+    with pytest.raises((error, RuntimeError)) as caught:
+        torch.compile(call_of(name, wrong, "cpu"), backend="eager", fullgraph=True)()
+    assert sentence in str(caught.value).replace("\\'", "'")
 
 
 def test_sentence_where_the_rules_choose_pytorchs_norm(monkeypatch):
     monkeypatch.setattr(rules, "DEVICES", {"cpu"})
     torch._dynamo.reset()
-    compiled = torch.compile(fused_layernorm.rms_norm, backend="eager", fullgraph=True)
+    compiled = torch.compile(fl.rms_norm, backend="eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="expected input of at least the 3 dimensions"):
         compiled(torch.ones(4, 8), normalized_shape=(2, 4, 8))
 
 
-@pytest.mark.parametrize("bad", LAYER_NORM, ids=str)
-def test_types_are_those_of_pytorch(bad):
+@pytest.mark.parametrize(("error", "sentence", "wrong"), LAYER_NORM)
+def test_types_are_those_of_pytorch(error, sentence, wrong):
     """One except clause catches our error and, if F.layer_norm refuses the input too, its error."""
-    input, weight, bias, *_ = tensors(bad, "cpu")
-    shape = bad.options.get("normalized_shape")
-    if shape is None:
-        parameter = bias if weight is None else weight
-        if parameter is None or set(bad.options) & {"activation", "scale", "out_dtype"}:
-            pytest.skip("F.layer_norm has no such argument")
-        shape = parameter.shape
+    given = numerics.made({"weight": W, "bias": None, **FUNCTIONS["layer_norm"][0], **wrong}, "cpu")
+    parameter = given["bias"] if given["weight"] is None else given["weight"]
+    shape = wrong.get("normalized_shape", getattr(parameter, "shape", None))
+    if shape is None or set(wrong) & {"activation", "scale", "out_dtype"}:
+        pytest.skip("F.layer_norm has no such argument")
     stock = None
     try:
-        F.layer_norm(input, shape, weight, bias, bad.options.get("eps", 1e-5))
-    except Exception as error:
-        stock = error
+        F.layer_norm(given["input"], shape, given["weight"], given["bias"], wrong.get("eps", 1e-5))
+    except Exception as caught:
+        stock = type(caught)
     if stock is not None:
-        assert issubclass(bad.error, (type(stock), RuntimeError))
-        assert issubclass(bad.error, TypeError) == isinstance(stock, TypeError)
+        assert issubclass(error, (stock, RuntimeError))
+        assert issubclass(error, TypeError) == issubclass(stock, TypeError)
 
 
-PLAIN = ("input", "weight", "bias")
-RESIDUAL = ("input", "residual", "weight", "bias")
-GATED = ("input", "residual", "gate", "shift", "scale", "weight", "bias")
-FUNCTIONS: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
-    (layer_norm, PLAIN), (add_layer_norm, RESIDUAL), (add_ada_layer_norm, GATED)
-]  # fmt: skip
+def every_argument(wanted=lambda what: True, but=()):
+    """Each function with each of its tensors."""
+    found = [
+        (name, what)
+        for name, tensors in TENSORS.items()
+        for what in tensors
+        if wanted(what) and name not in but
+    ]
+    return pytest.mark.parametrize(("name", "what"), found)
 
 
-def every_argument(wanted=lambda what: True):
-    """Each function with each of its arguments."""
-    return pytest.mark.parametrize(
-        ("function", "names", "what"),
-        [(f, names, what) for f, names in FUNCTIONS for what in names if wanted(what)],
-        ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else ""),
-    )
+AFFINE = {"weight": W, "bias": W}
+GATED = {**ROWS, "gate": W, "shift": W, "scale": W, **AFFINE}
+OF_CHANNEL, OF_SAMPLE = ((6,), F32), ((4, 6), F32)
+TENSORS: dict[str, dict[str, Any]] = {
+    "layer_norm": {"input": X, **AFFINE},
+    "add_layer_norm": {**ROWS, **AFFINE},
+    "add_ada_layer_norm": GATED,
+    "rms_norm_gated": {"input": X, "gate": X, **AFFINE},
+    "ada_group_norm": {"input": OF_GROUPS["input"], "shift": OF_SAMPLE, "scale": OF_SAMPLE,
+                       "weight": OF_CHANNEL, "bias": OF_CHANNEL},
+    "qk_norm_rope": {**FUNCTIONS["qk_norm_rope"][0], "q_bias": W, "k_bias": W},
+}  # fmt: skip
 
 
-def ones(names, device, **options):
-    """Arguments that are right."""
-    rows = ("input", "residual")
-    return {name: torch.ones((8, 8) if name in rows else (8,), device=device, **options)
-            for name in names}  # fmt: skip
+def ones(name, device, requires_grad=False):
+    """Tensors that are right, and a number."""
+    made = numerics.made(TENSORS[name], device)
+    given: dict[str, Any] = {n: t.requires_grad_(requires_grad) for n, t in made.items()}
+    return given | ({"num_groups": 2} if "group" in name else {})
 
 
 @every_argument()
-def test_what_is_no_tensor(device, function, names, what):
+def test_what_is_no_tensor(device, name, what):
     for value in ([1.0, 2.0], 3.0, "x"):
         with pytest.raises(TypeError) as caught:
-            function(**{**ones(names, device), what: value})
+            getattr(fl, name)(**{**ones(name, device), what: value})
         assert str(caught.value) == f"expected {what} to be a tensor, got {type(value).__name__}"
-
-
-NOT_FLOAT16 = "expected gate of dtype float32 beside input and residual of float32 and float32, "
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -308,12 +405,12 @@ NOT_FLOAT16 = "expected gate of dtype float32 beside input and residual of float
     [
         (lambda x, t: layer_norm(x, t, scale=t), "scale"),
         (lambda x, t: layer_norm(x, t, t, t), "eps"),
-        (lambda x, t: fused_layernorm.rms_norm(x, t, t), "eps"),  # the third is no bias
-        (lambda x, t: fused_layernorm.rms_norm(x, t, weight_offset=t), "weight_offset"),
+        (lambda x, t: fl.rms_norm(x, t, t), "eps"),  # the third is no bias
+        (lambda x, t: fl.rms_norm(x, t, weight_offset=t), "weight_offset"),
         (lambda x, t: add_layer_norm(x, x, t, scale=t), "scale"),
         (lambda x, t: ada_layer_norm(x, t, t, eps=t), "eps"),
-        (lambda x, t: fused_layernorm.group_norm(x, 2, scale=t), "scale"),
-        (lambda x, t: fused_layernorm.group_norm(x, 2, t, t, t), "eps"),
+        (lambda x, t: fl.group_norm(x, 2, scale=t), "scale"),
+        (lambda x, t: fl.group_norm(x, 2, t, t, t), "eps"),
     ],
 )
 def test_tensors_in_the_place_of_numbers(device, call, name, compiled):
@@ -325,42 +422,18 @@ def test_tensors_in_the_place_of_numbers(device, call, name, compiled):
         call(x, t)
 
 
-@pytest.mark.parametrize("options", [{}, {"activation": "gelu"}], ids=str)
-@pytest.mark.parametrize(
-    ("wrong", "error", "sentence"),
-    [
-        ({"residual": None}, TypeError, "expected residual to be a tensor, got NoneType"),
-        ({"gate": 1.0}, TypeError, "expected gate to be a tensor, got float"),
-        ({"gate": torch.ones(3, 8)}, RuntimeError,
-         "expected gate that broadcasts to the shape of input, [8, 8], got shape [3, 8]"),
-        ({"gate": torch.ones(8).half()}, RuntimeError, NOT_FLOAT16 + "got float16"),
-        ({"weight": None, "bias": None}, ValueError,
-         "expected normalized_shape, weight or bias, got none of them"),
-        ({"weight": torch.ones(3)}, RuntimeError,
-         "expected weight of shape [8], the last dimensions of input, got shape [3]"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)  # fmt: skip
-def test_gate_of_add_layer_norm(device, wrong, error, sentence, options):
-    args: dict[str, Any] = {**ones((*RESIDUAL, "gate"), device), **wrong}
-    args = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
-    with pytest.raises(error) as caught:
-        add_layer_norm(**args, **options)
-    assert str(caught.value) == sentence
-
-
 @pytest.mark.parametrize("requires_grad", [False, True])
-@every_argument(lambda what: what != "input")
-def test_another_device(device, function, names, what, requires_grad):
-    args: dict[str, Any] = ones(names, device, requires_grad=requires_grad)
+@every_argument(lambda what: what not in ("input", "q"))
+def test_another_device(device, name, what, requires_grad):
+    given = ones(name, device, requires_grad)
     there = ["cpu"] if device == "cuda" else ["cuda:0"] * torch.cuda.is_available()
-    tensor = args[what].detach()
+    tensor, first = given[what].detach(), next(iter(given))
     for other in ("meta", *there):
-        args[what] = tensor.to(other).requires_grad_(requires_grad)
+        given[what] = tensor.to(other).requires_grad_(requires_grad)
         with pytest.raises(RuntimeError) as caught:
-            function(**args)
+            getattr(fl, name)(**given)
         assert str(caught.value) == (
-            f"expected {what} on the device of input, {args['input'].device}, got {other}"
+            f"expected {what} on the device of {first}, {given[first].device}, got {other}"
         )
 
 
@@ -390,11 +463,10 @@ def test_sparse_weight(device):
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])
 @pytest.mark.parametrize("kind", LAYOUTS)
 @every_argument(lambda what: what != "weight")
-def test_layouts(device, function, names, what, kind, requires_grad):
-    args: dict[str, Any] = {**ones(names, device, requires_grad=requires_grad)}
-    args[what] = LAYOUTS[kind](device)
+def test_layouts(device, name, what, kind, requires_grad):
+    given = {**ones(name, device, requires_grad), what: LAYOUTS[kind](device)}
     with pytest.raises(NotImplementedError) as caught:
-        function(**args)
+        getattr(fl, name)(**given)
     assert str(caught.value) == f"expected {what} to be a dense tensor, got {kind.split(',')[0]}"
 
 
@@ -432,22 +504,34 @@ def test_more_rows_or_columns_than_the_kernels_index_on_cuda():
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("cls", "options", "error"),
     [
-        ({"activation": "tanh"}, ValueError),
-        ({"scale": math.nan}, ValueError),
-        ({"scale": None}, TypeError),
-        ({"out_dtype": torch.int8}, ValueError),
+        (fl.FusedLayerNorm, {"activation": "tanh"}, ValueError),
+        (fl.FusedLayerNorm, {"scale": math.nan}, ValueError),
+        (fl.FusedLayerNorm, {"scale": None}, TypeError),
+        (fl.FusedLayerNorm, {"out_dtype": torch.int8}, ValueError),
+        (fl.FusedRMSNormGated, {"group_size": 3}, ValueError),
+        (fl.FusedRMSNormGated, {"gate_activation": "relu"}, ValueError),
+        (fl.FusedRMSNormGated, {"weight_offset": math.nan}, ValueError),
+        (functools.partial(fl.FusedGroupNorm, 2), {"activation": "tanh"}, ValueError),
     ],
 )
-def test_modules_refuse_when_they_are_made(options, error):
+def test_modules_refuse_when_they_are_made(cls, options, error):
     with pytest.raises(error, match="expected"):
-        FusedLayerNorm(8, **options)
+        cls(8, **options)
 
 
-def test_operators_refuse_with_the_same_sentences():
+def test_groups_that_do_not_fit_are_refused_when_a_module_is_made():
+    for bad in ((0, 6), (-1, 6), (4, 6)):
+        with pytest.raises(ValueError):  # noqa: PT011  (nn.GroupNorm's own sentence too)
+            fl.FusedGroupNorm(*bad)
+
+
+def test_operators_refuse_with_the_same_sentences(device):
     op = torch.ops.fused_layernorm.layer_norm
     x = torch.ones(4, 8)
+    with pytest.raises((RuntimeError, ValueError), match=r"activation .*, got 'leaky_relu'"):
+        op(x.to(device), 1, None, None, 1e-5, "leaky_relu")
     with pytest.raises(RuntimeError, match="expected at least one dimension to normalize over"):
         op(x, 0, None, None, 1e-5)
     with pytest.raises(RuntimeError, match="expected input of at least the 3 dimensions"):
@@ -503,29 +587,60 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
         ("dk_out", ((1, 4, 2, 6), F32), "gradients must be as the results are"),
         ("dq_out", ((1, 4, 3, 8), F16), "gradients must be as the results are"),
     ],
+    "group_norm_backward": [
+        ("dy", ((4, 6), F32), "dy must have the shape of the input"),
+        ("num_groups", 3, "num_groups must be at least one and divide the channels"),
+        ("num_groups", 0, "num_groups must be at least one and divide the channels"),
+        ("mean", ((4, 1), F32), OF_STATISTICS),
+        ("rstd", ((4, 2), F64), OF_STATISTICS),
+        ("shift", ((8,), F32), "shift must have a number for each channel of each sample"),
+        ("scale", ((4, 8, 5), F32), "scale must have a number for each channel of each sample"),
+        ("weight", ((5,), F32), "weight must have a number for each channel"),
+        ("bias", None, "a gradient is asked for of a parameter that is not there"),
+        ("activation", "tanh", "activation must be None, 'gelu', 'gelu_tanh', 'silu', 'relu' or "
+         "'leaky_relu', got 'tanh'"),
+    ],
+    "rms_norm_gated_backward": [
+        ("dy", ((4, 1), F32), "dy must have the shape of the input"),
+        ("gate", ((8,), F32), "gate must have the shape of the input"),
+        ("rstd", ((4, 1), F32), "rstd must be that of the forward pass"),
+        ("weight", ((4,), F32), "weight must have the shape of the normalized dimensions"),
+        ("bias", None, "a gradient is asked for of a parameter that is not there"),
+        ("gate_activation", "tanh", "gate_activation must be 'silu' or 'sigmoid', got 'tanh'"),
+        ("group_size", 3, "group_size must be at least one and divide the last dimension"),
+        ("group_size", -1, "group_size must be at least one and divide the last dimension"),
+        ("weight_offset", math.inf, "weight_offset must be a finite number"),
+    ],
 }  # fmt: skip
+# The shapes and values of right arguments, by name; all other tensors are of (8,).
+RIGHT: dict[str, Any] = {
+    **dict.fromkeys(("dy", "x", "input", "dresidual", "dresidual_out"), (4, 8)),
+    "mean": (4, 1), "rstd": (4, 1), "cos": (4, 4), "sin": (4, 4),
+    "dq_out": (1, 4, 3, 8), "q": (1, 4, 3, 8), "dk_out": (1, 4, 2, 8), "k": (1, 4, 2, 8),
+    "normalized_ndim": 1, "rotary_dim": 8, "seq_dim": 1, "eps": 1e-5, "statistic": "layer",
+    "weight_offset": 0.0, "output_scale": 1.0, "num_groups": 2, "group_size": 4,
+    "gate_activation": "silu",
+}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "qk_norm_rope_backward": {"statistic": "rms"},
+    "group_norm_backward": dict.fromkeys(("shift", "scale"), (4, 8))
+    | {"mean": (4, 2), "rstd": (4, 2)},
+    "rms_norm_gated_backward": {"gate": (4, 8), "rstd": (4, 2)},
+}
 
 
 def backward_arguments(overload, device):
     """Right arguments of a backward operator, by the names of its schema."""
-    shapes = {
-        **dict.fromkeys(("dy", "x", "input", "dresidual", "dresidual_out"), (4, 8)),
-        "mean": (4, 1), "rstd": (4, 1), "cos": (4, 4), "sin": (4, 4),
-        "dq_out": (1, 4, 3, 8), "q": (1, 4, 3, 8), "dk_out": (1, 4, 2, 8), "k": (1, 4, 2, 8),
-    }  # fmt: skip
-    values = {
-        "normalized_ndim": 1, "rotary_dim": 8, "seq_dim": 1, "eps": 1e-5, "scale": 1.0,
-        "statistic": "rms" if "qk" in overload._opname else "layer", "weight_offset": 0.0,
-    }  # fmt: skip
-    found = {}
+    right = RIGHT | OTHERS.get(overload._opname, {})
+    found: dict[str, Any] = {}
     for argument in overload._schema.arguments:
         name, kind = argument.name, str(argument.type)
         if "Tensor" in kind:
-            found[name] = make((shapes.get(name, (8,)), F32), device)
+            found[name] = torch.ones(right.get(name, (8,)), device=device)
         elif kind == "bool":
             found[name] = name.startswith("needs_")
-        else:
-            found[name] = values.get(name)
+        else:  # scale is the output's
+            found[name] = right.get(name, 1.0 if name == "scale" else None)
     return found
 
 
@@ -539,10 +654,10 @@ def test_backward_operators_refuse(device, operator, what, value, sentence):
     overload = getattr(torch.ops.fused_layernorm, operator).default
     given = backward_arguments(overload, device)
     overload(*given.values())
-    given[what] = make(value, device) if isinstance(value, tuple) else value
+    given |= numerics.made({what: value}, device)
     for needs in (True, False) if value is not None else (True,):
         asked = dict.fromkeys((name for name in given if name.startswith("needs_")), needs)
-        with pytest.raises((RuntimeError, ValueError), match=sentence):
+        with pytest.raises((RuntimeError, ValueError), match=re.escape(sentence)):
             overload(*{**given, **asked}.values())
 
 
@@ -672,7 +787,7 @@ def test_out_of_memory_in_backward_on_cuda(one_gibibyte_left, function, create_g
 
 def test_what_it_cannot_run_with_is_named(tmp_path):
     """An old torch, an old Python, and a package without its binary, in one process."""
-    package = Path(fused_layernorm.__file__).parent
+    package = Path(fl.__file__).parent
     without = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(package, tmp_path / package.name, ignore=without)
     source = f"""

@@ -16,20 +16,9 @@ from torch import nn
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import fused_layernorm
-from fused_layernorm import (
-    FusedAdaLayerNorm,
-    FusedAddAdaLayerNorm,
-    FusedAddLayerNorm,
-    FusedLayerNorm,
-    FusedRMSNorm,
-    ada_layer_norm,
-    add_ada_layer_norm,
-    add_layer_norm,
-    layer_norm,
-)
+import fused_layernorm as fl
 
-ROOT = Path(fused_layernorm.__file__).parents[1]
+ROOT = Path(fl.__file__).parents[1]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gelu": {"activation": "gelu", "scale": 0.5},
@@ -46,12 +35,12 @@ class Model(nn.Module):
     def __init__(self, *names):
         super().__init__()
         options = [OPTIONS[name] for name in names]
-        self.norms = nn.ModuleList(FusedLayerNorm(16, **o) for o in options)
-        self.add_norms = nn.ModuleList(FusedAddLayerNorm((4, 16), **o) for o in options)
+        self.norms = nn.ModuleList(fl.FusedLayerNorm(16, **o) for o in options)
+        self.add_norms = nn.ModuleList(fl.FusedAddLayerNorm((4, 16), **o) for o in options)
         self.linear, self.modulation = nn.Linear(16, 16), nn.Linear(16, 48)
-        self.rms = FusedRMSNorm(16, weight_offset=1.0)
-        self.ada = FusedAdaLayerNorm(16)
-        self.add_ada = FusedAddAdaLayerNorm(16, elementwise_affine=True)
+        self.rms = fl.FusedRMSNorm(16, weight_offset=1.0)
+        self.ada = fl.FusedAdaLayerNorm(16)
+        self.add_ada = fl.FusedAddAdaLayerNorm(16, elementwise_affine=True)
         for name, parameter in self.named_parameters():
             if "modulation" not in name:
                 nn.init.normal_(parameter, 0.2, 0.5)
@@ -115,7 +104,7 @@ def test_export_keeps_the_operators_and_decomposes_to_aten(device, grad, strict)
     names = [*["layer_norm", "add_layer_norm"] * len(OPTIONS), "layer_norm", "ada_layer_norm",
              "add_ada_layer_norm"]  # fmt: skip
     assert operators(program.graph) == [f"fused_layernorm.{name}.default" for name in names]
-    plain = program.run_decompositions(fused_layernorm.decompositions())
+    plain = program.run_decompositions(fl.decompositions())
     assert operators(plain.graph) == []
     x = torch.randn(5, 4, 16, device=device)  # another batch size
     expected = model(x)
@@ -132,10 +121,10 @@ def test_decomposed_dtypes_round_once(dtype):
 
     class Norm(nn.Module):
         def forward(self, x):
-            return layer_norm(x, weight, bias, activation="gelu")
+            return fl.layer_norm(x, weight, bias, activation="gelu")
 
     program = torch.export.export(Norm(), (x,))
-    plain = program.run_decompositions(fused_layernorm.decompositions()).module()
+    plain = program.run_decompositions(fl.decompositions()).module()
     wide = F.gelu(F.layer_norm(x.double(), (32,), weight.double(), bias.double()))
     assert plain(x).dtype == dtype
     # A half-precision result is rounded once from a wider one. For float64 there is no wider type.
@@ -149,16 +138,19 @@ def test_backward_decomposes_too(options):
 
     def gradients(x, residual, weight, bias):
         leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
-        y = layer_norm(x, weight, bias, **OPTIONS[options])
-        outputs = [y, *add_layer_norm(x, residual, weight, bias, **OPTIONS[options])]
-        outputs += [ada_layer_norm(x, weight, bias), *add_ada_layer_norm(x, residual, weight, bias)]
-        outputs += add_ada_layer_norm(residual, x, bias)[1:]  # residual_out alone
+        y = fl.layer_norm(x, weight, bias, **OPTIONS[options])
+        outputs = [y, *fl.add_layer_norm(x, residual, weight, bias, **OPTIONS[options])]
+        outputs += [
+            fl.ada_layer_norm(x, weight, bias),
+            *fl.add_ada_layer_norm(x, residual, weight, bias),
+        ]
+        outputs += fl.add_ada_layer_norm(residual, x, bias)[1:]  # residual_out alone
         return torch.autograd.grad(torch.stack([out.sin().sum() for out in outputs]).sum(), leaves)
 
     expected = gradients(*tensors)
     tensors = [t.detach() for t in tensors]
     fused = make_fx(gradients)(*tensors)
-    plain = make_fx(gradients, decomposition_table=fused_layernorm.decompositions())(*tensors)
+    plain = make_fx(gradients, decomposition_table=fl.decompositions())(*tensors)
     names = ["layer_norm", "add_layer_norm", "ada_layer_norm", "add_ada_layer_norm"]
     called = {name.split(".")[1] for name in operators(fused.graph)}
     assert called >= {f"{name}_forward" for name in names}
@@ -171,7 +163,7 @@ def test_saved_program_runs_in_a_fresh_process(tmp_path):
     """Decomposed it runs without the package."""
     model, x = Model("gelu"), torch.randn(3, 4, 16)
     program = exported(model, x)
-    plain = program.run_decompositions(fused_layernorm.decompositions())
+    plain = program.run_decompositions(fl.decompositions())
     torch.export.save(program, tmp_path / "program.pt2")
     torch.export.save(plain, tmp_path / "plain.pt2")
     torch.save((x, model(x)), tmp_path / "data.pt")
@@ -218,7 +210,7 @@ def test_onnx(tmp_path):
     pytest.importorskip("onnxscript")
     model = Model(*NARROW)
     program = exported(model, torch.randn(3, 4, 16))
-    program = program.run_decompositions(fused_layernorm.decompositions())
+    program = program.run_decompositions(fl.decompositions())
     onnx = torch.onnx.export(program, dynamo=True, verbose=False)
     x = torch.randn(5, 4, 16)
     found = run_onnx(onnx, tmp_path / "model.onnx", x)

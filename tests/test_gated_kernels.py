@@ -135,17 +135,14 @@ def turned(t):
 LAYOUTS = {"dense": lambda t: t, "packed": packed, "misaligned": misaligned, "turned": turned}
 
 
-def formula(x, gate, weight, bias, eps, first, activation, group, offset, rounds=None, to=None):
-    """y in the dtype of its arguments. `rounds`, `to`: what xhat, and the affine map's result, are
-    rounded to."""
+def formula(x, gate, weight, bias, eps, first, activation, group, offset):
+    """y in the dtype of its arguments."""
     value = ACTIVATIONS[activation](gate)
     u = x * value if first else x
     groups = u.unflatten(-1, (-1, group or u.shape[-1]))
     xhat = (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
-    z = xhat.to(rounds).to(x.dtype) if rounds else xhat
-    z = z * (weight + offset) if weight is not None else z
+    z = xhat * (weight + offset) if weight is not None else xhat
     z = z if bias is None else z + bias
-    z = z.to(to).to(x.dtype) if to else z
     return z if first else z * value
 
 
@@ -239,26 +236,6 @@ def test_against_float64(shape, dtype, first, poison):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("first", [False, True], ids=["norm first", "gate first"])
-@pytest.mark.parametrize("weight_dtype", [BF16, F32])
-def test_casts_are_those_of_the_stock_classes(first, weight_dtype):
-    x, gate = (torch.randn(4096, 1024, device="cuda").to(BF16) for _ in "xg")
-    weight = torch.randn(1024, device="cuda").to(weight_dtype)
-    out = weight_dtype if first else BF16
-    for group, given in itertools.product((0, 128), (gate, gate.float())):
-        y = ops.rms_norm_gated(x, given, weight, None, 1e-6, first, "silu", group, out, 0.0, True)
-        stock = formula(x.float(), gate.float(), weight.float(), None, 1e-6, first, "silu", group,
-                        0.0, BF16, weight_dtype).to(out)  # fmt: skip
-        if out == BF16:
-            assert (y == stock).double().mean() > 0.999
-        # xhat may be rounded to a neighbour, where the statistic's last bit decides, and so may the
-        # affine map's result and y behind it, if these are rounded: each is one step of 2^-7.
-        steps = 1 + (weight_dtype == BF16) + (not first)
-        near = (y.double() - stock.double()).abs() <= steps * 2**-7 * stock.double().abs()
-        assert near.all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("first", [False, True], ids=["norm first", "gate first"])
 @pytest.mark.parametrize(("cols", "group"), [(128, 0), (1024, 256), (8192, 0), (8192, 1024),
                                              (100, 0)])  # fmt: skip
 def test_rows_do_not_depend_on_the_batch(cols, group, first):
@@ -271,43 +248,6 @@ def test_rows_do_not_depend_on_the_batch(cols, group, first):
         part = run(x[:rows], gate[:rows], weight, None, first, "silu", group, dy=dy[:rows])
         for name in ("y", "dx", "dgate"):
             assert torch.equal(part[name], whole[name][:rows])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gates_that_are_no_numbers_or_large(activation):
-    x = torch.randn(4, 64, device="cuda")
-    for value in (float("nan"), float("inf"), -float("inf"), 200.0, -200.0):
-        gate = torch.full_like(x, value)
-        y = ops.rms_norm_gated(x, gate, None, None, 1e-6, False, activation)
-        expected = F.rms_norm(x, (64,), None, 1e-6) * ACTIVATIONS[activation](gate)
-        torch.testing.assert_close(y, expected, equal_nan=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(0, 128), (3, 0), (2, 0, 64)], ids=str)
-def test_nothing(shape):
-    x = torch.randn(shape, device="cuda")
-    weight = torch.randn(shape[-1], device="cuda")
-    found = run(x, x, weight, weight, False, "silu", 0)
-    assert not found["dweight"].any()
-    assert not found["dbias"].any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_gradients_that_nobody_wants(has_bias):
-    x, gate, dy = (torch.randn(50, 256, device="cuda").to(BF16) for _ in range(3))
-    weight = torch.randn(256, device="cuda").to(BF16)
-    bias = torch.randn(256, device="cuda").to(BF16) if has_bias else None
-    _, _, rstd = ops.rms_norm_gated_forward(x, gate, weight, bias, 1e-6)
-    all_of_them = run(x, gate, weight, bias, False, "silu", 0, dy=dy)
-    for needs in itertools.product((False, True), repeat=3):
-        found = ops.rms_norm_gated_backward(
-            dy, x, gate, rstd, weight, bias, False, "silu", 0, 0.0, *needs, False
-        )
-        for name, needed, value in zip(("dx", "dgate", "dweight"), needs, found, strict=False):
-            assert torch.equal(value, all_of_them[name]) if needed else value.shape == (0,)
 
 
 @pytest.mark.gpu

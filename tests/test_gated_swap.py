@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated RMSNorms of transformers: swapped, and found by the graph pass.
 
-What holds for every RMSNorm is tested in test_rms_swap.py, for one class of each source.
+What holds for every RMSNorm is tested in test_swapped_classes.py, for one class of each source.
 """
 
 import copy
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from captured import operators_of, run
 from compiling import afresh, everywhere  # noqa: F401
-from swaps import fused, swapped
-from test_rms_swap import assert_same, assert_same_gradients
+from swaps import assert_same_gradients, fused, swapped
+from swaps import assert_same_roundings as assert_same
 from tiny_transformers import SMALL, tokens
 from torch import nn
 

@@ -164,19 +164,6 @@ def test_surroundings(device, text, norm):
         assert operators_of(graphs[0]) == [operator]
 
 
-def test_two_norms_of_one_sum(device):
-    function = model("h = residual + x; norm(h, weight), norm(h, bias), h")
-    rows, _ = assert_same(function, tensors(device=device))
-    assert [row.operator for row in rows] == ["add_layer_norm", "layer_norm"]
-
-
-def test_sum_that_the_modulation_depends_on(device):
-    function = model("h = residual + x; s = h.mean(1, keepdim=True); norm(h) * (1 + s) + bias, h")
-    rows, _ = assert_same(function, tensors(device=device))
-    assert [row.operator for row in rows] == ["ada_layer_norm"]
-    assert "uses the sum before" in rows[0].notes[0]
-
-
 def test_parts_joined_again(device):
     """Flux cuts the stream in two and joins it after every block."""
     function = model("h = residual + gate * x; joined = torch.cat([h[:, :2], h[:, 2:]], dim=1); "
@@ -317,13 +304,6 @@ def test_other_surroundings_over_channels(text, found):
     assert all(row.fused == [] for row in rows)
 
 
-def test_over_two_of_three_dimensions():
-    text = "u = x.mean((0, 1), True); (x - u) / torch.sqrt((x - u).pow(2).mean((0, 1), True) + 1)"
-    rows, graphs = assert_same(model(text), tensors())
-    assert operators_of(graphs[0]) == []
-    assert rows[0].notes == ["it normalizes over dimensions [0, 1], which are not the last"]
-
-
 @pytest.mark.parametrize("norm", [layer, llama])
 @pytest.mark.parametrize(
     "text",
@@ -345,13 +325,6 @@ def test_surroundings_that_are_others(text, norm):
     assert rows[0].fused == []
 
 
-def test_sum_of_another_dtype():
-    """The sum is float32, but the only operand that could be the residual is bfloat16."""
-    function = model("h = x.bfloat16() + mod[:, None, :D]; norm(h), h")
-    rows, _ = assert_same(function, tensors())
-    assert rows[0].fused == []
-
-
 def test_float64_between():
     """A float64 norm of a float32 x stays float64: float32 would differ by more than rounding."""
     _, graphs = assert_same(model("norm(x.double()).float()"), tensors())
@@ -368,15 +341,35 @@ def test_rounding_that_is_asked_for():
     assert rows[0].operator == "layer_norm"
 
 
-STATISTICS = ("torch.native_layer_norm(x, (D,), None, None, 1e-5)",
-              "torch.ops.aten._fused_rms_norm.default(x, [D], weight, 1e-6)")  # fmt: skip
+OVER_TWO = "u = x.mean((0, 1), True); (x - u) / torch.sqrt((x - u).pow(2).mean((0, 1), True) + 1)"
+# The operators of a function's norms, what is fused with the first, and what is said of it.
+SAID: dict[str, tuple[list[Any], list[str], str]] = {
+    "h = residual + x; norm(h, weight), norm(h, bias), h":
+    (["add_layer_norm", "layer_norm"], RESIDUAL, ""),
+    "h = residual + x; s = h.mean(1, keepdim=True); norm(h) * (1 + s) + bias, h":
+    ([ADA], MODULATED, "uses the sum before"),
+    OVER_TWO: ([None], [], "it normalizes over dimensions [0, 1], which are not the last"),
+    # The sum is float32, but the only operand that could be the residual is bfloat16.
+    "h = x.bfloat16() + mod[:, None, :D]; norm(h), h": ([PLAIN], [], ""),
+    "torch.native_layer_norm(x, (D,), None, None, 1e-5)": ([None], [], "statistics"),
+    "torch.ops.aten._fused_rms_norm.default(x, [D], weight, 1e-6)": ([None], [], "statistics"),
+    "h = residual + x; other = mod * 2; other.mul_(2); y = norm(h); y.mul_(2); y, h, other":
+    ([ADD], RESIDUAL, ""),
+    "with torch.no_grad(): h = residual + x; norm(h, weight)": ([PLAIN], [], "gradient mode"),
+    # The operator's sum would be contiguous.
+    "y, z = (a.mT.contiguous().mT for a in (x, residual)); h = y + z; norm(h), h":
+    ([PLAIN], [], "not contiguous"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("text", STATISTICS)
-def test_statistics_that_are_used(text):
-    rows, graphs = assert_same(model(text), tensors())
-    assert operators_of(graphs[0]) == []
-    assert "statistics" in rows[0].notes[0]
+@pytest.mark.parametrize("text", SAID)
+def test_what_is_said(device, text):
+    operators, fused, note = SAID[text]
+    rows, graphs = assert_same(model(text), tensors(device=device))
+    assert [row.operator for row in rows] == operators
+    assert operators_of(graphs[0]) == [name for name in operators if name]
+    assert rows[0].fused == fused
+    assert note in " ".join(rows[0].notes)
 
 
 # ---- Writes and modes --------------------------------------------------------------------------
@@ -449,20 +442,6 @@ def test_write_into_a_view_of_a_norm_that_was_replaced(device):
     torch.testing.assert_close(result, function(t))
     assert [row.fused for row in rows] == [[], []]
     assert rows[1].notes == ["setitem writes into an operand in between"]
-
-
-def test_writes_elsewhere_do_not(device):
-    function = model("h = residual + x; other = mod * 2; other.mul_(2); y = norm(h); y.mul_(2); "
-                     "y, h, other")  # fmt: skip
-    rows, _ = assert_same(function, tensors(device=device))
-    assert rows[0].fused == ["residual"]
-
-
-def test_gradient_mode_in_between():
-    function = model("with torch.no_grad(): h = residual + x; norm(h, weight)")
-    rows, _ = assert_same(function, tensors())
-    assert rows[0].fused == []
-    assert "gradient mode" in rows[0].notes[0]
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -702,15 +681,6 @@ def test_shapes_that_are_not_known_to_be_equal():
     result, rows, _ = run(function, t, dynamic=True)
     torch.testing.assert_close(result, function(t))
     assert rows[0].fused in ([], ["residual"])
-
-
-def test_strides_are_kept():
-    """A sum that is not contiguous is left, because the operator's sum would be contiguous."""
-    function = model("y, z = (a.mT.contiguous().mT for a in (x, residual)); h = y + z; norm(h), h")
-    rows, _ = assert_same(function, tensors())
-    assert rows[0].operator == "layer_norm"
-    assert rows[0].fused == []
-    assert "not contiguous" in rows[0].notes[0]
 
 
 def test_nothing_on_the_cpu(monkeypatch):

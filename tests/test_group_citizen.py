@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""group_norm beside PyTorch's machinery: registration, derivatives, transforms, autocast, errors,
-direct calls and the override of ATen."""
+"""group_norm beside PyTorch's machinery: registration, autocast, direct calls and the override of
+ATen. test_autograd.py has its derivatives, test_errors.py bad input, test_modules.py the module."""
 
 import contextlib
 import itertools
-import math
 from typing import Any
 
-import numerics
+import forms
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
-from forms import Calls, saved_by
-from torch.autograd import gradcheck, gradgradcheck
+from forms import Calls
 from torch.library import opcheck
 
 import fused_layernorm as fl
@@ -26,7 +23,6 @@ from fused_layernorm.override import _calls, _override
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 OPS = torch.ops.fused_layernorm
 # mypy cannot count tensors that are passed with a star.
-group_norm: Any = fl.group_norm
 ada_group_norm: Any = fl.ada_group_norm
 
 pytestmark = pytest.mark.cpu_operators
@@ -41,23 +37,6 @@ def inputs(device, shape=(2, 6, 4, 3), dtype=F64, others=None, grad=True) -> Any
         torch.randn(size, device=device, dtype=F64).to(t).requires_grad_(grad)
         for size, t in zip(sizes, dtypes, strict=True)
     ]
-
-
-def _plainly(x, shift, scale, weight, bias, activation=None, groups=2):
-    """The norm in elementary functions, which PyTorch differentiates any number of times."""
-    n, c = x.shape[:2]
-    rows = x.reshape(n, groups, -1)
-    centered = rows - rows.mean(-1, keepdim=True)
-    xhat = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    z = xhat.reshape(n, c, -1)
-    z = z if weight is None else z * weight.reshape(c, 1)
-    z = z if bias is None else z + bias.reshape(c, 1)
-    z = z if scale is None else z * (1 + scale.reshape(n, c, 1))
-    z = z if shift is None else z + shift.reshape(n, c, 1)
-    return reference.activation_value(z, activation).reshape(x.shape)
-
-
-plainly: Any = _plainly
 
 
 def fused(activation=None, groups=2) -> Any:
@@ -104,70 +83,6 @@ def test_opcheck(device, shape, dtype, others, options, traced):
             opcheck(OPS.group_norm_backward.default, backward, test_utils=QUICK)
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "gelu", "leaky_relu"])
-@pytest.mark.parametrize("absent", [(), (1, 2), (3, 4), (1, 2, 3, 4), (2, 4)], ids=str)
-def test_derivatives_of_two_orders_and_forward_mode(device, activation, absent):
-    given = inputs(device)
-    leaves = [t for i, t in enumerate(given) if i not in absent]
-
-    def function(*present):
-        left = list(present)
-        return fused(activation)(*(None if i in absent else left.pop(0) for i in range(5)))
-
-    assert gradcheck(function, leaves, check_forward_ad=True, check_batched_grad=True)
-    assert gradgradcheck(function, leaves)
-
-
-def test_third_derivatives_and_forward_over_reverse(device):
-    given = inputs(device, (1, 4, 3))
-    direction = [torch.randn_like(t) for t in given]
-
-    def thrice(function):
-        def scalar(*t):
-            return function(*t).pow(3).sum()
-
-        first = torch.autograd.grad(scalar(*given), given, create_graph=True)
-        second = torch.autograd.grad(
-            sum((g * d).sum() for g, d in zip(first, direction, strict=True)),
-            given, create_graph=True,
-        )  # fmt: skip
-        third = torch.autograd.grad(
-            sum((g * d).sum() for g, d in zip(second, direction, strict=True)), given
-        )
-        detached = tuple(t.detach() for t in given)
-        forward_over_reverse: Any = torch.func.jvp(
-            torch.func.grad(scalar), detached, tuple(direction)
-        )
-        return [*first, *second, *third, forward_over_reverse[1]]
-
-    expected = thrice(lambda *t: plainly(*t, "silu"))
-    for found, wanted in zip(thrice(fused("silu")), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("batched", [*range(5), (0, 1, 2), (0, 3, 4), (0, 1, 2, 3, 4)], ids=str)
-def test_vmap_and_gradients_of_samples(device, batched):
-    batched = (batched,) if isinstance(batched, int) else batched
-    given = inputs(device, (2, 6, 5), grad=False)
-    args = [
-        torch.stack([t, t.flip(0), 2 * t], 1) if i in batched else t for i, t in enumerate(given)
-    ]
-    dims = tuple(1 if i in batched else None for i in range(5))
-
-    def grads(function):
-        return torch.func.grad(lambda *t: function(*t).square().sum(), (0, 1, 2, 3, 4))
-
-    def slow(x, *others):
-        return plainly(x, *others, "silu")
-
-    for one, other in ((fused("silu"), slow), (grads(fused("silu")), grads(slow))):
-        found, expected = (torch.func.vmap(f, dims)(*args) for f in (one, other))
-        torch.testing.assert_close(found, expected)
-    if batched == (0,):
-        nested = torch.func.vmap(torch.func.vmap(fused("silu"), dims), (0, *[None] * 4))
-        assert nested(torch.stack(args[:1]), *args[1:]).shape == (1, 3, 2, 6, 5)
-
-
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize("x_dtype", [F32, F16, BF16, F64])
 def test_autocast_gives_what_pytorch_gives(device, x_dtype, dtype):
@@ -188,129 +103,11 @@ def test_autocast_casts_half_parameters(device):
     x, shift, scale, weight, bias = inputs(device, dtype=F32, others=BF16)
     with torch.autocast(device, F16):
         y = fl.ada_group_norm(x, 2, shift, scale, weight, bias.detach().float())
-    wide = [t.float() for t in (x, shift, scale, weight, bias)]
-    torch.testing.assert_close(y.float(), plainly(*wide), rtol=1e-4, atol=1e-4)
+    expected = forms.stock("groups")(x, shift, scale, weight, bias)[0].float()
+    torch.testing.assert_close(y.float(), expected, rtol=1e-4, atol=1e-4)
     y.sum().backward()
     assert weight.grad is not None
     assert weight.grad.dtype == BF16
-
-
-# ---- Bad input: (exception, sentence, what takes an argument's place).
-
-FLOATS = "float32, float16, bfloat16 or float64"
-OF_SAMPLES = (
-    "of shape [4, 6], a number for each channel of each sample, which sizes of 1 may follow"
-)
-KNOWN = "None, 'gelu', 'gelu_tanh', 'silu', 'relu' or 'leaky_relu'"
-BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (RuntimeError, "expected num_groups that divides the 6 channels of input, got 4",
-     {"num_groups": 4}),
-    (RuntimeError, "expected num_groups of at least 1, got 0", {"num_groups": 0}),
-    (RuntimeError, "expected num_groups of at least 1, got -2", {"num_groups": -2}),
-    (TypeError, "expected num_groups to be an int, got float", {"num_groups": 2.0}),
-    (TypeError, "expected num_groups to be an int, got bool", {"num_groups": True}),
-    (TypeError, "expected num_groups to be an int, got NoneType", {"num_groups": None}),
-    (RuntimeError, "expected input of at least two dimensions, (samples, channels, ...), got shape "
-     "[6]", {"input": ((6,), F32)}),
-    (NotImplementedError, f"expected input of dtype {FLOATS}, got int64",
-     {"input": ((4, 6), torch.int64)}),
-    (TypeError, "expected input to be a tensor, got int", {"input": 3}),
-    (RuntimeError, "expected weight of shape [6], a number for each channel of input, got shape "
-     "[3]", {"weight": ((3,), F32)}),
-    (RuntimeError, "expected bias of shape [6], a number for each channel of input, got shape "
-     "[1, 6]", {"bias": ((1, 6), F32)}),
-    (RuntimeError, "expected weight of dtype float32 beside input of float32, got bfloat16",
-     {"weight": ((6,), BF16)}),
-    (RuntimeError, "expected weight of dtype float16 or float32 beside input of float16, got "
-     "bfloat16", {"input": ((4, 6, 5), F16), "weight": ((6,), BF16)}),
-    (RuntimeError, "expected weight and bias of one dtype, got bfloat16 and float32",
-     {"input": ((4, 6, 5), BF16), "weight": ((6,), BF16), "bias": ((6,), F32)}),
-    (TypeError, "expected weight to be a tensor, got float", {"weight": 1.0}),
-    (RuntimeError, f"expected shift {OF_SAMPLES}, got shape [6]", {"shift": ((6,), F32)}),
-    (RuntimeError, f"expected scale {OF_SAMPLES}, got shape [1, 6]", {"scale": ((1, 6), F32)}),
-    (RuntimeError, f"expected shift {OF_SAMPLES}, got shape [4, 6, 5]",
-     {"shift": ((4, 6, 5), F32)}),
-    (TypeError, "expected shift to be a tensor, got float", {"shift": 0.0}),
-    (TypeError, "expected scale to be a tensor, got int", {"scale": 1}),
-    (RuntimeError, "expected shift of dtype float32 beside input of float32, got float64",
-     {"shift": ((4, 6), F64)}),
-    (ValueError, f"expected activation {KNOWN}, got 'tanh'", {"activation": "tanh"}),
-    (ValueError, "expected scale to be a finite number, got inf", {"output_scale": math.inf}),
-    (TypeError, "expected scale to be a number, got str", {"output_scale": "2"}),
-    (ValueError, "expected eps to be a number, got nan", {"eps": math.nan}),
-    (TypeError, "expected eps to be a number, got str", {"eps": "1e-5"}),
-    (ValueError, f"expected out_dtype {FLOATS}, got int32", {"out_dtype": torch.int32}),
-]  # fmt: skip
-
-
-def call_of(bad, device):
-    made = numerics.made({"input": ((4, 6, 5), F32), "num_groups": 2, **bad}, device)
-    if "shift" in bad or "scale" in bad:
-        return lambda: fl.ada_group_norm(**made)
-    if "output_scale" in made:
-        made["scale"] = made.pop("output_scale")
-    return lambda: fl.group_norm(**made)
-
-
-@pytest.mark.parametrize(
-    ("error", "sentence", "bad"), BAD, ids=lambda v: v if isinstance(v, str) else ""
-)
-def test_errors(device, error, sentence, bad):
-    with pytest.raises(error) as caught:
-        call_of(bad, device)()
-    assert str(caught.value) == sentence
-    with torch._subclasses.FakeTensorMode(), pytest.raises(error) as caught:
-        call_of(bad, device)()
-    assert str(caught.value) == sentence
-
-
-@pytest.mark.parametrize(
-    ("error", "sentence", "bad"), BAD[::3], ids=lambda v: v if isinstance(v, str) else ""
-)
-def test_errors_of_compiled_calls(error, sentence, bad):
-    torch._dynamo.reset()
-    with pytest.raises(Exception) as caught:  # noqa: PT011  (Dynamo may wrap it)
-        torch.compile(call_of(bad, "cpu"), backend="eager")()
-    assert sentence in str(caught.value)
-
-
-def test_other_norms_do_not_know_leaky_relu(device):
-    with pytest.raises(ValueError, match="got 'leaky_relu'"):
-        fl.layer_norm(torch.ones(2, 4, device=device), normalized_shape=4, activation="leaky_relu")
-    with pytest.raises((RuntimeError, ValueError), match=r"activation must be|expected activation"):
-        OPS.layer_norm(torch.ones(2, 4, device=device), 1, None, None, 1e-5, "leaky_relu")
-
-
-# What the backward operator refuses, on every device: an argument's position, what takes its place.
-OF_STATISTICS = "mean and rstd must be those of the forward pass"
-BACKWARD = [
-    (0, ((4, 6), F32), "dy must have the shape of the input"),
-    (2, 4, "num_groups must be at least one and divide the channels"),
-    (2, 0, "num_groups must be at least one and divide the channels"),
-    (3, ((4, 1), F32), OF_STATISTICS),
-    (4, ((4, 2), F64), OF_STATISTICS),
-    (5, ((6,), F32), "shift must have a number for each channel of each sample"),
-    (6, ((4, 6, 5), F32), "scale must have a number for each channel of each sample"),
-    (7, ((5,), F32), "weight must have a number for each channel"),
-    (8, None, "a gradient is asked for of a parameter that is not there"),
-    (9, "tanh", f"activation must be {KNOWN}, got 'tanh'"),
-]
-
-
-@pytest.mark.parametrize(("position", "bad", "sentence"), BACKWARD)
-def test_errors_of_backward(device, position, bad, sentence):
-    x = torch.ones(4, 6, 5, device=device)
-    of_groups, of_samples, of_channels = x[..., 0, :2], x[..., 0], x[0, :, 0]
-    args = [x, x, 2, of_groups, of_groups, of_samples, of_samples, of_channels, of_channels, "silu"]
-    args = [*args, 1.0, *[True] * 5]
-    args[3] = args[4] = torch.ones(4, 2, device=device)
-    args[position] = (
-        torch.ones(bad[0], device=device, dtype=bad[1]) if isinstance(bad, tuple) else bad
-    )
-    with pytest.raises(RuntimeError) as caught:
-        OPS.group_norm_backward(*args)
-    # On CUDA the stable ABI of torch 2.11 and older names the place in front.
-    assert f"fused_layernorm: {sentence}" in str(caught.value).split("\n")[0]
 
 
 def test_what_kernels_cannot_count_is_pytorchs():
@@ -322,35 +119,6 @@ def test_what_kernels_cannot_count_is_pytorchs():
             y = fl.group_norm(x, groups_, activation="silu")
         assert y.shape == shape
         assert calls.names == []
-
-
-# ---- The module.
-
-
-def test_module_is_nn_group_norm_with_options(device):
-    module = FusedGroupNorm(2, 6, activation="silu", scale=0.5, out_dtype=F64, device=device)
-    stock = torch.nn.GroupNorm(2, 6, device=device)
-    assert isinstance(module, torch.nn.GroupNorm)
-    assert module.state_dict().keys() == stock.state_dict().keys()
-    assert "activation='silu', scale=0.5, out_dtype=float64" in repr(module)
-    with torch.no_grad():
-        for p, q in zip(module.parameters(), stock.parameters(), strict=True):
-            p.copy_(torch.randn_like(p))
-            q.copy_(p)
-    x = torch.randn(2, 6, 5, device=device)
-    expected = F.silu(stock(x)).double() * 0.5
-    torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
-    assert FusedGroupNorm(2, 6, bias=False).bias is None
-    assert FusedGroupNorm(2, 6, affine=False).weight is None
-    scripted = torch.jit.script(module)
-    torch.testing.assert_close(scripted(x), module(x))
-    traced = torch.fx.symbolic_trace(FusedGroupNorm(2, 6, device=device))
-    assert [node.op for node in traced.graph.nodes].count("call_function") == 1
-    for bad in ((0, 6), (-1, 6), (4, 6)):
-        with pytest.raises(ValueError):  # noqa: PT011  (nn.GroupNorm's own sentence too)
-            FusedGroupNorm(*bad)
-    with pytest.raises(ValueError, match="expected activation"):
-        FusedGroupNorm(2, 6, activation="tanh")
 
 
 # ---- Direct calls.
@@ -416,25 +184,20 @@ def test_plain_calls_ask_pytorchs_function():
         fl.group_norm(x, 7)
 
 
-def test_backward_has_what_it_needs_of_arguments_without_gradients(device):
-    given = inputs(device)
-    for wanted in range(5):
-        leaves = [t if i == wanted else t.detach() for i, t in enumerate(given)]
-        found = torch.autograd.grad(fused("silu")(*leaves).square().sum(), leaves[wanted])
-        expected = torch.autograd.grad(plainly(*leaves, "silu").square().sum(), leaves[wanted])
-        torch.testing.assert_close(found, expected)
-    x, _, _, weight, bias = given
-    assert len(saved_by(lambda: fl.group_norm(x, 2, weight, bias, activation="silu"))) == 5
-
-
 def test_parameters_of_any_strides(device):
     x, *others = (t.detach() for t in inputs(device))
     strided = [torch.stack([t, t], -1)[..., 0] for t in others]
     for activation in (None, "silu"):
-        found = ada_group_norm(x, 2, *strided, activation=activation)
-        torch.testing.assert_close(found, plainly(x, *others, activation))
-    found = group_norm(x, 2, *strided[2:])
-    torch.testing.assert_close(found, plainly(x, None, None, *others[2:]))
+        for part in (0, 2):  # without a modulation too
+            given, same = ([None] * part + of[part:] for of in (strided, others))
+            found = ada_group_norm(x, 2, *given, activation=activation)
+            expected = forms.stock("groups", activation=activation)(x, *same)[0]
+            torch.testing.assert_close(found, expected)
+
+
+def test_what_is_saved(device):
+    x, _, _, weight, bias = inputs(device)
+    assert len(forms.saved_by(lambda: fl.group_norm(x, 2, weight, bias, activation="silu"))) == 5
 
 
 # ---- override_aten().

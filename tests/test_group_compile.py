@@ -163,19 +163,6 @@ def test_inductor_feeds_the_operator_in_any_order(channels_last, dynamic):
     assert z.stride() == y.stride()
 
 
-def test_the_operators_are_in_both_graphs():
-    backend, seen = recording()
-    module = fl.FusedGroupNorm(3, 12, activation="silu")
-    x = torch.randn(2, 12, 5, requires_grad=True)
-    y = torch.compile(module, backend=backend, fullgraph=True)(x)
-    torch.testing.assert_close(y, module(x))
-    y.sum().backward()
-    assert [[name for name in names if "group_norm" in name] for names in seen] == [
-        ["fused_layernorm.group_norm_forward.default"],
-        ["fused_layernorm.group_norm_backward.default"],
-    ]
-
-
 def test_explain_names_group_norms():
     text = str(fl.explain(Block(), torch.randn(1, 16, 4, 4), then="eager"))
     assert "group_norm" in text

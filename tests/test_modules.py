@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FusedLayerNorm and FusedAddLayerNorm as modules."""
+"""The package's modules: what each is, shows, keeps and computes; which calls are PyTorch's."""
 
 import collections
 import copy
@@ -17,22 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import fused_layernorm
-from fused_layernorm import (
-    FusedAdaLayerNorm,
-    FusedAddAdaLayerNorm,
-    FusedAddLayerNorm,
-    FusedLayerNorm,
-    FusedRMSNorm,
-    ada_layer_norm,
-    add_ada_layer_norm,
-    add_layer_norm,
-    calls,
-    layer_norm,
-    stock,
-    swap_norms,
-    unswap_norms,
-)
+import fused_layernorm as fl
+from fused_layernorm import calls, stock
 
 F64 = torch.float64
 
@@ -49,7 +35,7 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize(("args", "kwargs"), ARGUMENTS, ids=str)
 def test_is_an_nn_layer_norm(args, kwargs):
-    ours, stock = FusedLayerNorm(*args, **kwargs), nn.LayerNorm(*args, **kwargs)
+    ours, stock = fl.FusedLayerNorm(*args, **kwargs), nn.LayerNorm(*args, **kwargs)
     assert isinstance(ours, nn.LayerNorm)
     assert repr(ours) == "Fused" + repr(stock)
     assert list(ours.state_dict()) == list(stock.state_dict())
@@ -61,7 +47,7 @@ def test_is_an_nn_layer_norm(args, kwargs):
 
 
 def test_meta_device():
-    norm = FusedLayerNorm(8, device="meta")
+    norm = fl.FusedLayerNorm(8, device="meta")
     assert norm(torch.empty(3, 8, device="meta")).shape == (3, 8)
     norm = norm.to_empty(device="cpu")
     norm.reset_parameters()
@@ -69,25 +55,17 @@ def test_meta_device():
     assert torch.equal(norm.bias, torch.zeros(8))
 
 
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_symbolic_trace(activation):
-    norm, x = FusedAddLayerNorm(8, activation=activation), torch.randn(3, 4, 8)
-    traced = torch.fx.symbolic_trace(norm)
-    assert add_layer_norm in [node.target for node in traced.graph.nodes]
-    torch.testing.assert_close(traced(x, x), norm(x, x), rtol=0, atol=0)
-
-
 # By name: a module, and how many tensors of rows and modulations it takes.
 SCRIPTED: dict[str, tuple[Any, int, int]] = {
-    "plain": (lambda: FusedLayerNorm(8), 1, 0),
-    "no parameters": (lambda: FusedLayerNorm((4, 8), elementwise_affine=False), 1, 0),
+    "plain": (lambda: fl.FusedLayerNorm(8), 1, 0),
+    "no parameters": (lambda: fl.FusedLayerNorm((4, 8), elementwise_affine=False), 1, 0),
     "everything": (
-        lambda: FusedLayerNorm(8, 1e-3, activation="gelu", scale=0.5, out_dtype=F64), 1, 0
+        lambda: fl.FusedLayerNorm(8, 1e-3, activation="gelu", scale=0.5, out_dtype=F64), 1, 0
     ),
-    "residual": (lambda: FusedAddLayerNorm((4, 8), bias=False, activation="silu"), 2, 0),
-    "swapped": (lambda: swap_norms(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8))), 1, 0),
-    "modulated": (lambda: FusedAdaLayerNorm(8, elementwise_affine=True, out_dtype=F64), 1, 2),
-    "gated": (lambda: FusedAddAdaLayerNorm(8), 2, 3),
+    "residual": (lambda: fl.FusedAddLayerNorm((4, 8), bias=False, activation="silu"), 2, 0),
+    "swapped": (lambda: fl.swap_norms(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8))), 1, 0),
+    "modulated": (lambda: fl.FusedAdaLayerNorm(8, elementwise_affine=True, out_dtype=F64), 1, 2),
+    "gated": (lambda: fl.FusedAddAdaLayerNorm(8), 2, 3),
 }  # fmt: skip
 
 
@@ -118,43 +96,82 @@ def test_torch_script(device, name, how):
         torch.testing.assert_close(one, other)
 
 
-def test_options(device):
-    norm = FusedLayerNorm(8, activation="silu", scale=0.5, out_dtype=torch.bfloat16).to(device)
-    x = torch.randn(3, 8, device=device)
-    expected = layer_norm(
-        x, norm.weight, norm.bias, activation="silu", scale=0.5, out_dtype=torch.bfloat16
-    )
-    assert torch.equal(norm(x), expected)
-    add_norm = FusedAddLayerNorm(8, eps=0.1, activation="relu", scale=2.0).to(device)
-    residual = torch.randn(3, 8, device=device)
-    both = add_layer_norm(
-        x, residual, add_norm.weight, add_norm.bias, 0.1, activation="relu", scale=2.0
-    )
-    torch.testing.assert_close(add_norm(x, residual), both, rtol=0, atol=0)
-    assert repr(norm).endswith(", activation='silu', scale=0.5, out_dtype=bfloat16)")
-    assert repr(add_norm).startswith("FusedAddLayerNorm((8,), eps=0.1, ")
+untyped: Any = fl  # mypy cannot count tensors that are passed with a star
+X, MODULATION, IMAGE = (2, 3, 8), (2, 1, 8), (2, 6, 4, 5)
+GATE: dict[str, Any] = {"gate_first": True, "gate_activation": "sigmoid", "group_size": 4}
+# (the module, what it is, its parameters, what it shows, the shapes of its inputs, its function).
+MODULES: list[tuple[Any, type[nn.Module], list[str], str, list[tuple[int, ...]], Any]] = [
+    (lambda: fl.FusedLayerNorm(8, activation="silu", scale=0.5, out_dtype=torch.bfloat16),
+     nn.LayerNorm, ["weight", "bias"], "activation='silu', scale=0.5, out_dtype=bfloat16)", [X],
+     lambda m, x: fl.layer_norm(x, m.weight, m.bias, activation="silu", scale=0.5,
+                                out_dtype=torch.bfloat16)),
+    (lambda: fl.FusedAddLayerNorm(8, eps=0.1, activation="relu", scale=2.0), nn.LayerNorm,
+     ["weight", "bias"], "FusedAddLayerNorm((8,), eps=0.1, ", [X, X],
+     lambda m, *t: untyped.add_layer_norm(*t, m.weight, m.bias, 0.1, activation="relu", scale=2.0)),
+    (lambda: fl.FusedRMSNorm(8, bias=True, weight_offset=1.0), nn.RMSNorm, ["weight", "bias"],
+     "weight_offset=1.0", [X],
+     lambda m, x: fl.rms_norm(x, m.weight, bias=m.bias, weight_offset=1.0)),
+    (lambda: fl.FusedAddRMSNorm(8, 1e-6), nn.RMSNorm, ["weight"], "eps=1e-06", [X, X],
+     lambda m, *t: untyped.add_rms_norm(*t, m.weight, 1e-6)),
+    (lambda: fl.FusedAdaLayerNorm(8), nn.LayerNorm, [], "eps=1e-06", [X, MODULATION, MODULATION],
+     lambda m, *t: untyped.ada_layer_norm(*t, eps=1e-6)),
+    (lambda: fl.FusedAdaLayerNorm((3, 8), 1e-3, True, out_dtype=F64), nn.LayerNorm,
+     ["weight", "bias"], "(3, 8)", [X, (2, 1, 1), (2, 3, 8)],
+     lambda m, *t: untyped.ada_layer_norm(*t, m.weight, m.bias, 1e-3, out_dtype=F64)),
+    (lambda: fl.FusedAddAdaLayerNorm(8, elementwise_affine=True), nn.LayerNorm, ["weight", "bias"],
+     "eps=1e-06", [X, X, *[MODULATION] * 3],
+     lambda m, *t: untyped.add_ada_layer_norm(*t, m.weight, m.bias, 1e-6)),
+    (lambda: fl.FusedGroupNorm(2, 6, activation="silu", scale=0.5, out_dtype=F64), nn.GroupNorm,
+     ["weight", "bias"], "activation='silu', scale=0.5, out_dtype=float64", [IMAGE],
+     lambda m, x: fl.group_norm(x, 2, m.weight, m.bias, activation="silu", scale=0.5,
+                                out_dtype=F64)),
+    (lambda: fl.FusedRMSNormGated(8, 1e-5, bias=True, weight_offset=1.0, out_dtype=F64, **GATE),
+     nn.RMSNorm, ["weight", "bias"], "bias=True, weight_offset=1.0, out_dtype=float64, "
+     "gate_first=True, gate_activation='sigmoid', group_size=4)", [X, X],
+     lambda m, *t: untyped.rms_norm_gated(*t, m.weight, 1e-5, bias=m.bias, weight_offset=1.0,
+                                     out_dtype=F64, **GATE)),
+    (lambda: fl.FusedRMSNormGated(8, 1e-5, weight_offset=1.0, group_size=4), nn.RMSNorm, ["weight"],
+     "group_size=4", [X],  # without a gate
+     lambda m, x: fl.rms_norm(x, m.weight, 1e-5, weight_offset=1.0, group_size=4)),
+    (lambda: fl.FusedLayerNorm2d(6), nn.LayerNorm, ["weight", "bias"], "eps=1e-06", [IMAGE],
+     lambda m, x: fl.layer_norm(x, m.weight, m.bias, 1e-6, dim=1)),
+    (lambda: fl.FusedRMSNorm2d(6, affine=False), nn.RMSNorm, [], "eps=1e-06", [IMAGE],
+     lambda m, x: fl.rms_norm(x, None, 1e-6, dim=1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "stock", "names", "shown", "shapes", "function"), MODULES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_modules(device, make, stock, names, shown, shapes, function):
+    module = make().to(device).eval()
+    assert isinstance(module, stock)
+    assert [*module.state_dict()] == names
+    assert shown in repr(module)
+    if "weight" in names:
+        assert module.weight.eq(0 if "weight_offset=1" in repr(module) else 1).all()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    given = [torch.randn(shape, device=device) for shape in shapes]
+    expected = function(module, *given)
+    others = copies(module)
+    for other in others:
+        assert (repr(other), other.training) == (repr(module), False)
+        assert not {*map(id, other.parameters())} & {*map(id, module.parameters())}
+    if "2d" not in repr(module) and (len(shapes) > 1 or "Gated" not in repr(module)):
+        others.append(torch.fx.symbolic_trace(module))
+        assert "call_function" in [node.op for node in others[-1].graph.nodes]
+    for made in (module, *others, torch.jit.script(module)):
+        torch.testing.assert_close(made(*given), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_options_are_keywords():
     with pytest.raises(TypeError):
-        FusedLayerNorm(8, 1e-5, True, True, None, None, "gelu")  # type: ignore[call-arg]
+        fl.FusedLayerNorm(8, 1e-5, True, True, None, None, "gelu")  # type: ignore[call-arg]
+    assert fl.FusedAdaLayerNorm(8, elementwise_affine=True, bias=False).bias is None
+    assert fl.FusedGroupNorm(2, 6, bias=False).bias is None
 
 
-def test_copies(device):
-    norm = FusedLayerNorm(8, activation="gelu", scale=0.5, out_dtype=torch.float64).to(device)
-    with torch.no_grad():
-        norm.weight.normal_()
-    norm.eval()
-    x = torch.randn(3, 8, device=device)
-    for other in copies(norm):
-        assert repr(other) == repr(norm)
-        assert not other.training
-        assert other.weight is not norm.weight
-        assert torch.equal(other(x), norm(x))
-
-
-CLASSES = [
-    getattr(fused_layernorm, name)
-    for name in fused_layernorm.__all__
-    if isinstance(getattr(fused_layernorm, name), type)
-]
+CLASSES = [getattr(fl, name) for name in fl.__all__ if isinstance(getattr(fl, name), type)]
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -179,7 +196,7 @@ def add_hook(module):
 
 @pytest.mark.parametrize("change", [hide_forward, add_hook])
 def test_a_file_that_is_not_trusted_brings_nothing_that_runs(change, tmp_path):
-    module = FusedLayerNorm(8)
+    module = fl.FusedLayerNorm(8)
     change(module)
     torch.save(module, tmp_path / "model.pt")
     with pytest.raises(pickle.UnpicklingError, match="expected the data of a FusedLayerNorm"):
@@ -205,24 +222,24 @@ def operators(monkeypatch):
 
 
 PLAIN = {
-    "module": lambda x, w, b: FusedLayerNorm(8)(x),
-    "no parameters": lambda x, w, b: FusedLayerNorm(8, elementwise_affine=False)(x),
-    "weight's shape": layer_norm,
-    "no bias": lambda x, w, b: layer_norm(x, w),
-    "bias alone": lambda x, w, b: layer_norm(x, None, b),
-    "int": lambda x, w, b: layer_norm(x, normalized_shape=8),
-    "list": lambda x, w, b: layer_norm(x, normalized_shape=[8]),
-    "scale": lambda x, w, b: layer_norm(x, w, scale=1),
-    "float32 parameters": lambda x, w, b: layer_norm(x.bfloat16(), w, b),
+    "module": lambda x, w, b: fl.FusedLayerNorm(8)(x),
+    "no parameters": lambda x, w, b: fl.FusedLayerNorm(8, elementwise_affine=False)(x),
+    "weight's shape": fl.layer_norm,
+    "no bias": lambda x, w, b: fl.layer_norm(x, w),
+    "bias alone": lambda x, w, b: fl.layer_norm(x, None, b),
+    "int": lambda x, w, b: fl.layer_norm(x, normalized_shape=8),
+    "list": lambda x, w, b: fl.layer_norm(x, normalized_shape=[8]),
+    "scale": lambda x, w, b: fl.layer_norm(x, w, scale=1),
+    "float32 parameters": lambda x, w, b: fl.layer_norm(x.bfloat16(), w, b),
 }
 FUSED = {
-    "activation": lambda x, w, b: layer_norm(x, w, b, activation="relu"),
-    "scale": lambda x, w, b: layer_norm(x, w, b, scale=2),
-    "out_dtype": lambda x, w, b: layer_norm(x, w, b, out_dtype=F64),
-    "residual": lambda x, w, b: add_layer_norm(x, x, w, b),
-    "a float32 weight alone": lambda x, w, b: layer_norm(x.bfloat16(), w),
-    "subclass": lambda x, w, b: layer_norm(nn.Parameter(x), w, b),
-    "transform": lambda x, w, b: torch.func.grad(lambda x: layer_norm(x, w).sum())(x),
+    "activation": lambda x, w, b: fl.layer_norm(x, w, b, activation="relu"),
+    "scale": lambda x, w, b: fl.layer_norm(x, w, b, scale=2),
+    "out_dtype": lambda x, w, b: fl.layer_norm(x, w, b, out_dtype=F64),
+    "residual": lambda x, w, b: fl.add_layer_norm(x, x, w, b),
+    "a float32 weight alone": lambda x, w, b: fl.layer_norm(x.bfloat16(), w),
+    "subclass": lambda x, w, b: fl.layer_norm(nn.Parameter(x), w, b),
+    "transform": lambda x, w, b: torch.func.grad(lambda x: fl.layer_norm(x, w).sum())(x),
 }
 
 
@@ -263,22 +280,24 @@ def test_plain_modulations_on_the_cpu_are_pytorchs(operators, monkeypatch, name,
         key: torch.randn(shape, dtype=dtype) for key, shape in MODULATIONS[name].items()
     }
     gate = given.pop("gate", None)
-    z = ada_layer_norm(x, **given)
-    y, h = add_ada_layer_norm(x, residual, gate, **given)
+    z = fl.ada_layer_norm(x, **given)
+    y, h = fl.add_ada_layer_norm(x, residual, gate, **given)
     assert operators == []
     monkeypatch.setattr(stock, "_cpu_operators", True)
     tolerance: dict[str, Any] = {"rtol": 0.03, "atol": 0.03} if dtype != torch.float32 else {}
-    torch.testing.assert_close(z, ada_layer_norm(x, **given), **tolerance)
-    torch.testing.assert_close((y, h), add_ada_layer_norm(x, residual, gate, **given), **tolerance)
+    torch.testing.assert_close(z, fl.ada_layer_norm(x, **given), **tolerance)
+    torch.testing.assert_close(
+        (y, h), fl.add_ada_layer_norm(x, residual, gate, **given), **tolerance
+    )
     assert operators == ["ada_layer_norm" if given else "layer_norm", "add_ada_layer_norm"]
     monkeypatch.setattr(stock, "_cpu_operators", False)
     for wrong in (torch.zeros(5, 2, 3, 8, dtype=dtype), torch.zeros(4)):
         with pytest.raises(RuntimeError, match="broadcast"):
-            ada_layer_norm(x, wrong)
+            fl.ada_layer_norm(x, wrong)
 
 
 def test_normalized_shape_rules_over_a_replaced_weight(device):
-    norm = FusedLayerNorm(8).to(device)
+    norm = fl.FusedLayerNorm(8).to(device)
     norm.weight = nn.Parameter(torch.ones(4, device=device))
     norm.bias = nn.Parameter(torch.zeros(4, device=device))
     with pytest.raises(RuntimeError, match="expected input whose last dimensions"):
@@ -289,10 +308,10 @@ def test_normalized_shape_rules_over_a_replaced_weight(device):
 
 @pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm])
 def test_a_swapped_norm_takes_an_eps_of_nan_and_its_methods_outlive_the_swap(device, cls):
-    norm = swap_norms(cls(8, eps=math.nan).to(device))
+    norm = fl.swap_norms(cls(8, eps=math.nan).to(device))
     assert norm(torch.randn(3, 8, device=device)).isnan().all()
     shown, reset = norm.extra_repr, norm.reset_parameters
-    unswap_norms(norm)
+    fl.unswap_norms(norm)
     nn.init.zeros_(norm.weight)
     reset()
     assert norm.weight.eq(1).all()
@@ -301,7 +320,7 @@ def test_a_swapped_norm_takes_an_eps_of_nan_and_its_methods_outlive_the_swap(dev
 
 @pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm])
 def test_a_checkpoint_may_be_recomputed_without_the_mode_of_forward(device, cls):
-    model, x = swap_norms(nn.Sequential(nn.Linear(8, 8), cls(8))).to(device), torch.randn(4, 8)
+    model, x = fl.swap_norms(nn.Sequential(nn.Linear(8, 8), cls(8))).to(device), torch.randn(4, 8)
     with FlopCounterMode(display=False):
         y = checkpoint(model, x.to(device), use_reentrant=False)
     y.sum().backward()
@@ -318,7 +337,7 @@ assert len(seen) == 1"""
 
 
 @pytest.mark.parametrize("packed", [1, 3])  # of the three or more that each norm saves
-@pytest.mark.parametrize("make", [FusedLayerNorm, FusedRMSNorm, FusedAddLayerNorm])
+@pytest.mark.parametrize("make", [fl.FusedLayerNorm, fl.FusedRMSNorm, fl.FusedAddLayerNorm])
 def test_what_a_hook_on_saved_tensors_raises_passes_through(device, make, packed):
     """Checkpointing ends its second forward so: nothing may be called once more."""
 
@@ -336,7 +355,7 @@ def test_what_a_hook_on_saved_tensors_raises_passes_through(device, make, packed
 
     norm = make(8).to(device)
     tensors = [torch.randn(3, 8, device=device, requires_grad=True) for _ in range(2)]
-    given = tensors if make is FusedAddLayerNorm else tensors[:1]
+    given = tensors if make is fl.FusedAddLayerNorm else tensors[:1]
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with hooks, pytest.raises(EnoughError):
         norm(*given)

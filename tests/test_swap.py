@@ -12,16 +12,7 @@ from tiny_transformers import WrittenHere
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fused_layernorm import (
-    FusedLayerNorm,
-    is_fused,
-    layer_norm,
-    register_swap,
-    swap_layer_norm,
-    swap_norms,
-    unswap_layer_norm,
-    unswap_norms,
-)
+import fused_layernorm as fl
 from fused_layernorm.swap import registry
 
 
@@ -62,11 +53,11 @@ def test_results_stay(device):
     x = torch.randn(3, 4, 8, device=device, dtype=torch.float64)
     before = results(model, x)
     for _ in range(2):  # the second time changes nothing
-        assert swap_layer_norm(model) is model
+        assert fl.swap_layer_norm(model) is model
         torch.testing.assert_close(results(model, x), before)
     assert fused(model) == ["norm", "blocks.0.1", "blocks.1.1", "plain"]
     norm = nn.LayerNorm(8)
-    assert isinstance(swap_layer_norm(norm), FusedLayerNorm)  # a model that is one
+    assert isinstance(fl.swap_layer_norm(norm), fl.FusedLayerNorm)  # a model that is one
 
 
 def test_everything_else_stays():
@@ -77,7 +68,7 @@ def test_everything_else_stays():
     parameters = dict(model.named_parameters())
     names = [name for name, _ in model.named_modules()]
     state = copy.deepcopy(model.state_dict())
-    swap_layer_norm(model)
+    fl.swap_layer_norm(model)
     assert [name for name, _ in model.named_modules()] == names
     for name, parameter in model.named_parameters():
         assert parameter is parameters[name]
@@ -108,8 +99,8 @@ def test_hooks_stay(device, make):
         getattr(norm, f"register_{name}")(lambda *args, name=name: calls.append(name))
         for name in HOOKS
     ]
-    swap_norms(model)
-    assert is_fused(model[0])
+    fl.swap_norms(model)
+    assert fl.is_fused(model[0])
     assert model[0] is model[2] is norm
     x = torch.randn(3, 8, device=device, requires_grad=True)
     model[0](x).sum().backward()
@@ -131,7 +122,7 @@ def test_predicate_chooses():
         asked.append((name, type(module)))
         return name.startswith("blocks")
 
-    swap_layer_norm(model, predicate=predicate)
+    fl.swap_layer_norm(model, predicate=predicate)
     assert asked == [
         ("norm", nn.LayerNorm),
         ("blocks.0.1", nn.LayerNorm),
@@ -153,7 +144,7 @@ def test_a_forward_of_the_instances_own_is_left_alone(make):
         with pytest.warns(
             UserWarning, match=f"normalization.{make.__name__} .the module has a forward of its own"
         ):
-            swap_norms(model, predicate=predicate)
+            fl.swap_norms(model, predicate=predicate)
     assert type(model[0]) is make
     x = torch.randn(3, 8)
     torch.testing.assert_close(model(x), make(8)(x) + 1)
@@ -171,16 +162,16 @@ def test_parametrized_modules(device, make):
     x = torch.randn(3, 8, device=device)
     before, names = model(x), [name for name, _ in model.named_parameters()]
     with pytest.warns(UserWarning, match="parametrized"):
-        swap_norms(model)
-    assert not is_fused(model[0])
-    swap_norms(model, predicate=lambda name, module: True)
-    assert is_fused(model[0])
+        fl.swap_norms(model)
+    assert not fl.is_fused(model[0])
+    fl.swap_norms(model, predicate=lambda name, module: True)
+    assert fl.is_fused(model[0])
     assert parametrize.is_parametrized(model[0], "weight")
     assert [name for name, _ in model.named_parameters()] == names
     torch.testing.assert_close(model(x), before)
     model(x).sum().backward()
     assert model[0].get_parameter("parametrizations.weight.original").grad is not None
-    assert not is_fused(unswap_norms(model)[0])
+    assert not fl.is_fused(fl.unswap_norms(model)[0])
     torch.testing.assert_close(model(x), before)
     parametrize.remove_parametrizations(model[0], "weight")
     assert type(model[0]) is make
@@ -194,7 +185,7 @@ def test_spectral_and_weight_norm_hooks(device):
     model.eval()
     x = torch.randn(3, 4, 8, device=device)
     before = model(x)
-    torch.testing.assert_close(swap_layer_norm(model)(x), before)
+    torch.testing.assert_close(fl.swap_layer_norm(model)(x), before)
 
 
 def test_transformer_encoder(device):
@@ -205,7 +196,7 @@ def test_transformer_encoder(device):
         layer.train(training)
         with torch.set_grad_enabled(training):
             before = layer(x)
-            after = swap_layer_norm(copy.deepcopy(layer))(x)
+            after = fl.swap_layer_norm(copy.deepcopy(layer))(x)
         torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
 
 
@@ -214,20 +205,20 @@ def test_transformer_encoder(device):
 
 def test_unswap_restores_what_was_swapped_and_only_that(device):
     model = Model().to(device)
-    model.made = FusedLayerNorm(8, activation="gelu")
-    model.plain_made = FusedLayerNorm(8)
+    model.made = fl.FusedLayerNorm(8, activation="gelu")
+    model.plain_made = fl.FusedLayerNorm(8)
     x = torch.randn(3, 4, 8, device=device)
     before, text, attributes = model(x), repr(model), {*vars(model.norm)}
-    swap_layer_norm(model, predicate=lambda name, module: True)
+    fl.swap_layer_norm(model, predicate=lambda name, module: True)
     assert repr(model) != text
-    assert unswap_layer_norm(model) is model
+    assert fl.unswap_layer_norm(model) is model
     assert repr(model) == text
     assert (type(model.norm), type(model.own)) == (nn.LayerNorm, OwnForward)
-    assert type(model.made) is type(model.plain_made) is FusedLayerNorm
+    assert type(model.made) is type(model.plain_made) is fl.FusedLayerNorm
     assert model.made.activation == "gelu"
     assert {*vars(model.norm)} == attributes
     assert torch.equal(model(x), before)
-    assert repr(unswap_layer_norm(model)) == text
+    assert repr(fl.unswap_layer_norm(model)) == text
 
 
 # ---- register_swap.
@@ -247,7 +238,7 @@ class ByHand(nn.Module):
 
 
 def by_hand(self, x, shift=0):
-    return layer_norm(x, self.gamma * self.scale)
+    return fl.layer_norm(x, self.gamma * self.scale)
 
 
 class Derived(ByHand):
@@ -266,27 +257,27 @@ def test_a_registered_class(device):
         asked.append(module)
         return by_hand
 
-    register_swap(ByHand, make)
+    fl.register_swap(ByHand, make)
     model = nn.Sequential(ByHand(8), Derived(8), ByHand(8)).to(device)
     model.add_module("again", model[0])
     x = torch.randn(3, 8, device=device)
     before, grads = results(model, x)
-    swap_layer_norm(model)
+    fl.swap_layer_norm(model)
     assert asked == [model[0], model[2]]
-    assert [is_fused(module) for module in model] == [True, False, True, True]
+    assert [fl.is_fused(module) for module in model] == [True, False, True, True]
     assert isinstance(model[0], ByHand)
     assert repr(model[0]) == "FusedLayerNorm[ByHand]()"
     y, found = results(model, x)
     torch.testing.assert_close(y, before)
     torch.testing.assert_close(found, grads, rtol=1e-4, atol=1e-5)
-    unswap_layer_norm(model)
+    fl.unswap_layer_norm(model)
     assert type(model[0]) is ByHand
 
 
 def test_copies_of_swapped_modules_compute_with_their_own_parameters(device):
-    register_swap(ByHand, lambda module: by_hand)
+    fl.register_swap(ByHand, lambda module: by_hand)
     model = nn.Sequential(ByHand(8), OwnName(8), nn.LayerNorm(8)).to(device)
-    swap_layer_norm(model, predicate=lambda name, module: True)
+    fl.swap_layer_norm(model, predicate=lambda name, module: True)
     assert repr(model[1]).startswith("FusedLayerNorm[OwnName](")
     x = torch.randn(3, 8, device=device)
     expected = model(x)
@@ -297,34 +288,34 @@ def test_copies_of_swapped_modules_compute_with_their_own_parameters(device):
             parameter.data = parameter.data.clone().zero_()
         assert not other(x).any()
         assert torch.equal(model(x), expected)
-        unswap_layer_norm(other)
+        fl.unswap_layer_norm(other)
         assert [type(module) for module in other] == [ByHand, OwnName, nn.LayerNorm]
 
 
 def test_make_may_leave_a_module(caplog):
-    register_swap(ByHand, lambda module: by_hand if module.gamma.numel() == 8 else None)
+    fl.register_swap(ByHand, lambda module: by_hand if module.gamma.numel() == 8 else None)
     model = nn.Sequential(ByHand(8), ByHand(4))
     with caplog.at_level("INFO", logger="fused_layernorm.swap"):
-        swap_layer_norm(model)
-    assert [is_fused(module) for module in model] == [True, False]
+        fl.swap_layer_norm(model)
+    assert [fl.is_fused(module) for module in model] == [True, False]
     assert "1 test_swap.ByHand (the function registered" in caplog.text.replace("tests.", "")
 
 
 def test_the_last_that_was_registered_holds():
-    register_swap(nn.LayerNorm, lambda module: lambda self, input: input)
-    register_swap(ByHand, lambda module: None)
-    register_swap(ByHand, lambda module: by_hand)
-    model = swap_layer_norm(nn.Sequential(nn.LayerNorm(8), ByHand(8)))
+    fl.register_swap(nn.LayerNorm, lambda module: lambda self, input: input)
+    fl.register_swap(ByHand, lambda module: None)
+    fl.register_swap(ByHand, lambda module: by_hand)
+    model = fl.swap_layer_norm(nn.Sequential(nn.LayerNorm(8), ByHand(8)))
     x = torch.randn(3, 8)
     assert model[0](x) is x
-    assert is_fused(model[1])
-    assert type(unswap_layer_norm(model)[0]) is nn.LayerNorm
+    assert fl.is_fused(model[1])
+    assert type(fl.unswap_layer_norm(model)[0]) is nn.LayerNorm
 
 
 def test_the_predicate_narrows_what_is_registered():
     """The predicate is asked only of modules that are instances of nn.LayerNorm."""
-    register_swap(OwnForward, lambda module: OwnForward.forward)
-    register_swap(ByHand, lambda module: by_hand)
+    fl.register_swap(OwnForward, lambda module: OwnForward.forward)
+    fl.register_swap(ByHand, lambda module: by_hand)
     model = nn.Sequential(OwnForward(8), OwnForward(8), ByHand(8), nn.LayerNorm(8), nn.Linear(8, 8))
     asked = []
 
@@ -332,30 +323,30 @@ def test_the_predicate_narrows_what_is_registered():
         asked.append(name)
         return module.normalized_shape == (8,) and name == "1"
 
-    swap_layer_norm(model, predicate=predicate)
+    fl.swap_layer_norm(model, predicate=predicate)
     assert asked == ["0", "1", "3"]
     assert fused(model) == ["1", "2"]
 
 
 def test_what_cannot_be_registered():
     with pytest.raises(TypeError, match=r"expected cls to be a subclass of torch.nn.Module, got 3"):
-        register_swap(cast(Any, 3), lambda module: by_hand)
+        fl.register_swap(cast(Any, 3), lambda module: by_hand)
     with pytest.raises(TypeError, match=r"got <function by_hand"):
-        register_swap(cast(Any, by_hand), lambda module: by_hand)
+        fl.register_swap(cast(Any, by_hand), lambda module: by_hand)
     with pytest.raises(TypeError, match=r"expected make to be callable, got int"):
-        register_swap(ByHand, cast(Any, 3))
-    for module in (FusedLayerNorm(8), *swap_layer_norm(nn.Sequential(nn.LayerNorm(8)))):
+        fl.register_swap(ByHand, cast(Any, 3))
+    for module in (fl.FusedLayerNorm(8), *fl.swap_layer_norm(nn.Sequential(nn.LayerNorm(8)))):
         with pytest.raises(ValueError, match=r"expected a class that is not fused, got Fused"):
-            register_swap(type(module), lambda module: by_hand)
-    register_swap(ByHand, cast(Any, lambda module: "forward"))
+            fl.register_swap(type(module), lambda module: by_hand)
+    fl.register_swap(ByHand, cast(Any, lambda module: "forward"))
     with pytest.raises(TypeError, match=r"make registered for ByHand to return a function or None"):
-        swap_layer_norm(ByHand(8))
+        fl.swap_layer_norm(ByHand(8))
     # A likely mistake is a closure over the module, whose parameters all copies would then share.
-    register_swap(ByHand, lambda module: lambda x: layer_norm(x, module.gamma))
+    fl.register_swap(ByHand, lambda module: lambda x: fl.layer_norm(x, module.gamma))
     with pytest.raises(
         TypeError, match=r"takes \(self, x\), self first, got one that takes \(x\)$"
     ):
-        swap_layer_norm(ByHand(8))
+        fl.swap_layer_norm(ByHand(8))
 
 
 # ---- The log messages.
@@ -375,7 +366,7 @@ def test_one_line_names_what_was_left_and_why(caplog):
     )
     with caplog.at_level("INFO", logger="fused_layernorm.swap"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        swap_layer_norm(model)
+        fl.swap_layer_norm(model)
         (record,) = caplog.records
         text = record.getMessage().replace("tests.", "")
         assert "Sequential: 5 LayerNorm-like modules were left: " in text
@@ -383,20 +374,20 @@ def test_one_line_names_what_was_left_and_why(caplog):
             assert f"{left} (its class is not known), " in text
         assert "1 test_swap.RootLayerNorm (it computes RMSNorm)" in text
         caplog.clear()
-        swap_layer_norm(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)))
+        fl.swap_layer_norm(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)))
         assert not caplog.records
 
 
 def test_a_model_of_which_nothing_is_fused_is_a_warning():
     model = nn.Sequential(OwnForward(8))
     with pytest.warns(UserWarning, match=r"1 .*OwnForward \(its class is not known\)") as found:
-        swap_layer_norm(model)
+        fl.swap_layer_norm(model)
     assert len(found) == 1
     assert found[0].filename == __file__
     with pytest.warns(UserWarning, match="the predicate refused"):
-        swap_layer_norm(nn.LayerNorm(8), predicate=lambda name, module: False)
+        fl.swap_layer_norm(nn.LayerNorm(8), predicate=lambda name, module: False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.append(FusedLayerNorm(8))
-        swap_layer_norm(model)
-        swap_layer_norm(swap_layer_norm(nn.LayerNorm(8)))
+        model.append(fl.FusedLayerNorm(8))
+        fl.swap_layer_norm(model)
+        fl.swap_layer_norm(fl.swap_layer_norm(nn.LayerNorm(8)))

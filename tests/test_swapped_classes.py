@@ -1,0 +1,604 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every class of a norm that swap_norms knows, of each library: a swapped one gives what its class
+gives, in each mixture of dtypes and each order of memory, forward and backward.
+
+Without the operators, swapped RMSNorms call their class's own forward on the CPU. The tests of a
+library that is not installed are skipped; classes of versions that cannot be installed beside
+today's are copied at the end of this file.
+"""
+
+import copy
+import functools
+import inspect
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from libraries import class_of
+from swaps import (
+    assert_same_gradients,
+    assert_same_roundings,
+    check_compiler,
+    check_swap_and_unswap,
+    copies,
+    digest,
+    operators_of,
+    results,
+    swapped,
+)
+from tiny_transformers import WrittenHere
+from torch import nn
+
+import fused_layernorm as fl
+from fused_layernorm import is_fused, swap_layer_norm, swap_norms, unswap_norms
+from fused_layernorm.swap import channels as swap_channels
+from fused_layernorm.swap import groups as swap_groups
+from fused_layernorm.swap import rms as swap_rms
+
+T, D, A = "transformers.models.", "diffusers.models.", "diffusers.models.autoencoders."
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+SEQUENCE, HEADS, CHANNELS_FIRST, SEQUENCE_LAST = (3, 5, 8), (3, 5, 2, 8), (2, 8, 3, 5), (2, 8, 5)
+SIZE = 256  # of RMSNorms
+
+# ---- By id: (module, class, arguments), and but for RMSNorms the shape of x. Each source that is
+# ---- known has one line or more.
+
+LAYERS: dict[str, tuple[str, str, Any, tuple[int, ...]]] = {
+    "timm": ("timm.layers.norm", "LayerNorm", {}, SEQUENCE),
+    "timm_plain": ("timm.layers.norm", "LayerNorm", {"affine": False}, SEQUENCE),
+    "timm_eps": ("timm.layers.norm", "LayerNorm", {"eps": 0.1, "bias": False}, SEQUENCE),
+    "timm_fp32": ("timm.layers.norm", "LayerNormFp32", {}, SEQUENCE),
+    "timm_fp32_plain": ("timm.layers.norm", "LayerNormFp32", {"affine": False}, SEQUENCE),
+    "timm_2d": ("timm.layers.norm", "LayerNorm2d", {}, CHANNELS_FIRST),
+    "timm_2d_plain": ("timm.layers.norm", "LayerNorm2d", {"affine": False}, CHANNELS_FIRST),
+    "timm_2d_fp32": ("timm.layers.norm", "LayerNorm2dFp32", {"eps": 0.1}, CHANNELS_FIRST),
+    "timm_exp_2d": ("timm.layers.norm", "LayerNormExp2d", {"eps": 0.1}, CHANNELS_FIRST),
+    "timm_act": ("timm.layers.norm_act", "LayerNormAct", {}, SEQUENCE),
+    "timm_act_fp32": ("timm.layers.norm_act", "LayerNormActFp32", {}, SEQUENCE),
+    "timm_act_2d": ("timm.layers.norm_act", "LayerNormAct2d", {"act_layer": nn.GELU},
+        CHANNELS_FIRST),
+    "timm_act_2d_fp32": ("timm.layers.norm_act", "LayerNormAct2dFp32", {}, CHANNELS_FIRST),
+    "timm_no_bias": ("timm.models.metaformer", "LayerNormNoBias", {}, SEQUENCE),
+    "timm_2d_no_bias": ("timm.models.metaformer", "LayerNorm2dNoBias", {}, CHANNELS_FIRST),
+    "torchvision_2d": ("torchvision.models.convnext", "LayerNorm2d", {"eps": 1e-6}, CHANNELS_FIRST),
+    "diffusers_fp32": ("diffusers.models.normalization", "FP32LayerNorm", {}, SEQUENCE),
+    "diffusers_fp32_plain": ("diffusers.models.normalization", "FP32LayerNorm",
+        {"elementwise_affine": False}, SEQUENCE),
+    "diffusers_2d": ("diffusers.models.unets.unet_stable_cascade", "SDCascadeLayerNorm",
+        {"elementwise_affine": False}, CHANNELS_FIRST),
+    "convnext": (T + "convnext.modeling_convnext", "ConvNextLayerNorm", {}, SEQUENCE),
+    "convnext_2d": (T + "convnext.modeling_convnext", "ConvNextLayerNorm",
+        {"data_format": "channels_first"}, CHANNELS_FIRST),
+    "sam_2d": (T + "sam.modeling_sam", "SamLayerNorm",
+        {"data_format": "channels_first", "eps": 0.1}, CHANNELS_FIRST),
+    "eomt": (T + "eomt.modeling_eomt", "EomtLayerNorm2d", {}, CHANNELS_FIRST),
+    "chameleon": (T + "chameleon.modeling_chameleon", "ChameleonLayerNorm", (2, 8), HEADS),
+    "cohere": (T + "cohere.modeling_cohere", "CohereLayerNorm", {"eps": 0.1}, SEQUENCE),
+    "cohere_heads": (T + "cohere.modeling_cohere", "CohereLayerNorm", (2, 8), HEADS),
+    "deberta": (T + "deberta.modeling_deberta", "DebertaLayerNorm", {"eps": 0.1}, SEQUENCE),
+    "esmc": (T + "esmc.modeling_esmc", "EsmcLayerNorm", {}, SEQUENCE),
+    "esmfold": (T + "esm.modeling_esmfold", "EsmFoldLayerNorm", {}, SEQUENCE),
+    "esmfold2": (T + "esmfold2.modeling_esmfold2", "EsmFold2LayerNorm", {}, SEQUENCE),
+    "nemotron": (T + "nemotron.modeling_nemotron", "NemotronLayerNorm1P", {}, SEQUENCE),
+    "olmo": (T + "olmo.modeling_olmo", "OlmoLayerNorm", {}, SEQUENCE),
+    "squeezebert": (T + "squeezebert.modeling_squeezebert", "SqueezeBertLayerNorm", {"eps": 0.1},
+        SEQUENCE_LAST),
+    "videoprism": (T + "videoprism.modeling_videoprism", "VideoPrismLayerNorm", {}, SEQUENCE),
+    "vitdet": (T + "vitdet.modeling_vitdet", "VitDetLayerNorm", {"eps": 0.1}, CHANNELS_FIRST),
+    # Classes of older versions, copied below.
+    "bark": (__name__, "BarkLayerNorm", {}, SEQUENCE),
+    "convnext_by_hand": (__name__, "ConvNextLayerNorm", {}, SEQUENCE),
+    "convnext_by_hand_2d": (__name__, "ConvNextLayerNorm", {"data_format": "channels_first"},
+        CHANNELS_FIRST),
+}  # fmt: skip
+RMS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": (T + "llama.modeling_llama", "LlamaRMSNorm", {}),
+    "gemma": (T + "gemma.modeling_gemma", "GemmaRMSNorm", {}),
+    "flex_olmo": (T + "flex_olmo.modeling_flex_olmo", "FlexOlmoRMSNorm", {"eps": 0.1}),
+    "gemma3n": (T + "gemma3n.modeling_gemma3n", "Gemma3nRMSNorm", {}),
+    "gemma3n_plain": (T + "gemma3n.modeling_gemma3n", "Gemma3nRMSNorm", {"with_scale": False}),
+    "qwen3_next_gated": (T + "qwen3_next.modeling_qwen3_next", "Qwen3NextRMSNormGated", {}),
+    "kimi_gated": (T + "kimi_linear.modeling_kimi_linear", "KimiLinearRMSNormGated", {}),
+    "mamba2_gated": (T + "mamba2.modeling_mamba2", "MambaRMSNormGated", {"group_size": 32}),
+    "mamba2_whole": (T + "mamba2.modeling_mamba2", "MambaRMSNormGated", {"group_size": SIZE}),
+    "falcon_h1": (T + "falcon_h1.modeling_falcon_h1", "FalconH1RMSNormGated", {"n_groups": 4}),
+    "falcon_h1_gate_first": (T + "falcon_h1.modeling_falcon_h1", "FalconH1RMSNormGated",
+        {"norm_before_gate": False}),
+    "nanochat": (T + "nanochat.modeling_nanochat", "NanoChatRMSNorm", {}),
+    "llama4_l2": (T + "llama4.modeling_llama4", "Llama4TextL2Norm", {}),
+    "helium": (T + "helium.modeling_helium", "HeliumRMSNorm", {}),
+    "inkling2": (T + "inkling2.modeling_inkling2", "Inkling2UnweightedRMSNorm", {}),
+    "moshi": (T + "moshi.modeling_moshi", "MoshiRMSNorm", {"eps": 0.1}),
+    "t5": (T + "t5.modeling_t5", "T5LayerNorm", {}),
+    "idefics": (T + "idefics.modeling_idefics", "IdeficsRMSNorm", {"eps": 0.1}),
+    "llama4": (T + "llama4.modeling_llama4", "Llama4TextRMSNorm", {}),
+    "muse_spark": (T + "muse_spark.modeling_muse_spark", "MuseSparkTextCenteredRMSNorm", {}),
+    "qwen4_exp": (T + "qwen4_exp.modeling_qwen4_exp", "Qwen4ExpTextRMSNorm", {}),
+    "qwen4_groups": (T + "qwen4_exp.modeling_qwen4_exp", "Qwen4ExpTextRMSNorm", {"group_size": 32}),
+    "cpmant": (T + "cpmant.modeling_cpmant", "CpmAntLayerNorm", {}),
+    "imagegpt": (T + "imagegpt.modeling_imagegpt", "ImageGPTLayerNorm", {}),
+    "diffusers": (D + "normalization", "RMSNorm", {"eps": 1e-6}),
+    "diffusers_bias": (D + "normalization", "RMSNorm", {"eps": 0.1, "bias": True}),
+    "diffusers_plain": (D + "normalization", "RMSNorm", {"eps": 1e-6, "elementwise_affine": False}),
+    "mochi": (D + "normalization", "MochiRMSNorm", {"eps": 1e-6}),
+    "mochi_plain": (D + "normalization", "MochiRMSNorm",
+        {"eps": 1e-6, "elementwise_affine": False}),
+    "cosmos3": (D + "transformers.transformer_cosmos3", "Cosmos3NemotronRMSNorm", {"eps": 1e-6}),
+    "krea2": (D + "transformers.transformer_krea2", "Krea2RMSNorm", {}),
+    "qwenimage21": (D + "transformers.transformer_qwenimage21", "QwenImage21ZeroCenterRMSNorm", {}),
+    "stable_audio3": (D + "transformers.transformer_stable_audio3", "StableAudio3RMSNorm",
+        {"eps": 0.1}),
+    "stable_audio3_narrow": (D + "transformers.transformer_stable_audio3", "StableAudio3RMSNorm",
+        {"force_fp32": False}),
+    "kolors": ("diffusers.pipelines.kolors.text_encoder", "RMSNorm", {}),
+    "timm": ("timm.layers.norm", "RmsNorm", {"eps": 0.1}),
+    "timm_plain": ("timm.layers.norm", "RmsNorm", {"affine": False}),
+    "timm_act": ("timm.layers.norm_act", "RmsNormAct", {"act_layer": nn.GELU}),
+    "timm_act_fp32": ("timm.layers.norm_act", "RmsNormActFp32", {}),
+    "timm_fp32": ("timm.layers.norm", "RmsNormFp32", {}),
+    # Classes of older versions, copied below.
+    "diffusers_033": (__name__, "RMSNorm033", {"eps": 0.1}),
+    "diffusers_030": (__name__, "RMSNorm030", {"eps": 0.1}),
+    "mamba2_gated_whole": (__name__, "MambaRMSNormGated", {}),
+    "torch": ("torch.nn", "RMSNorm", {"eps": 1e-6}),
+    "torch_eps": ("torch.nn", "RMSNorm", {}),
+    "torch_plain": ("torch.nn", "RMSNorm", {"elementwise_affine": False}),
+}  # fmt: skip
+
+
+class Config:
+    num_groups, hidden_act = 4, "relu"
+
+
+GROUPS: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
+    "torch": (nn.GroupNorm, (4, 8), (2, 8, 5, 3)),
+    "plain": (nn.GroupNorm, (1, 8, 1e-3, False), (3, 8, 7)),
+    "two_dims": (nn.GroupNorm, (2, 8), (3, 8)),
+    "five_dims": (nn.GroupNorm, (2, 8), (2, 8, 2, 3, 4)),
+    "instance_1d": (nn.InstanceNorm1d, (8,), (2, 8, 9)),
+    "instance_2d": (nn.InstanceNorm2d, (8, 1e-3, 0.1, True), (2, 8, 5, 3)),
+    "instance_3d": (nn.InstanceNorm3d, (8, 1e-5, 0.1, True), (2, 8, 2, 3, 4)),
+    "timm": ("timm.layers.norm.GroupNorm", (8, 4), (2, 8, 5, 3)),
+    "timm_1": ("timm.layers.norm.GroupNorm1", (8,), (2, 8, 5, 3)),
+    "timm_no_bias": ("timm.models.metaformer.GroupNorm1NoBias", (8,), (2, 8, 5, 3)),
+    "timm_act": ("timm.layers.norm_act.GroupNormAct", (8, 4), (2, 8, 5, 3)),
+    "timm_1_act": ("timm.layers.norm_act.GroupNorm1Act", (8,), (2, 8, 5, 3)),
+    "bit": (T + "bit.modeling_bit.BitGroupNormActivation", (Config, 8), (2, 8, 5, 3)),
+    "poolformer": (T + "poolformer.modeling_poolformer.PoolFormerGroupNorm", (8,), (2, 8, 5, 3)),
+    "pe_audio": (T + "pe_audio.modeling_pe_audio.PeAudioMaskedGroupNorm", (2, 8), (2, 8, 9)),
+}
+CHANNELS: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
+    "wan": (A + "autoencoder_kl_wan", "WanRMS_norm", {"dim": 24, "images": False},
+            (2, 24, 3, 4, 6)),
+    "wan_bias": (A + "autoencoder_kl_wan", "WanRMS_norm", {"dim": 24, "bias": True}, (2, 24, 4, 6)),
+    "kandinsky6": (A + "autoencoder_kandinsky6_sr", "Kandinsky6VAERMSNorm", {"num_channels": 24},
+                   (2, 24, 3, 4, 6)),
+    "ltx2": (A + "autoencoder_kl_ltx2", "PerChannelRMSNorm", {}, (2, 24, 3, 4, 6)),
+    "timm": ("timm.layers.norm", "RmsNorm2d", {"channels": 24}, (2, 24, 4, 6)),
+    "timm_fp32": ("timm.layers.norm", "RmsNorm2dFp32", {"channels": 24}, (2, 24, 4, 6)),
+    "timm_act": ("timm.layers.norm_act", "RmsNormAct2d", {"num_channels": 24}, (2, 24, 4, 6)),
+    "timm_act_fp32": ("timm.layers.norm_act", "RmsNormAct2dFp32", {"num_channels": 24},
+                      (2, 24, 4, 6)),
+}  # fmt: skip
+
+
+def of_layers(module, name, arguments, shape):
+    size, options = (8, arguments) if isinstance(arguments, dict) else (arguments, {})
+    return class_of(module, name)(size, **options), shape
+
+
+def of_rms(module, name, options):
+    cls = class_of(module, name)
+    first = next(iter(inspect.signature(cls).parameters))
+    if first == "config":
+        return cls(type("Config", (), {"eps": 1e-6, "hidden_size": SIZE})), (48, SIZE)
+    try:
+        return (cls(**options) if first == "eps" else cls(SIZE, **options)), (48, SIZE)
+    except TypeError as error:  # another release of the library, with other arguments
+        return pytest.skip(str(error))
+
+
+def of_groups(cls, arguments, shape):
+    cls = class_of(*cls.rsplit(".", 1)) if isinstance(cls, str) else cls
+    return cls(*arguments), shape
+
+
+def of_channels(module, name, options, shape):
+    return class_of(module, name)(**options), shape
+
+
+# By kind: its lines, what makes a module of one, and mean and deviation of parameters, which show
+# whether they are used; the mixtures of dtypes of x and of parameters, also under autocast.
+HALF = (F16, BF16)
+KINDS: dict[str, tuple[Any, ...]] = {
+    "layer": (LAYERS, of_layers, (1.0, 0.3),
+              [*((t, t) for t in (F32, F64, *HALF)), *((t, F32) for t in HALF)],
+              [*itertools.product((F32, BF16), repeat=2)]),
+    "rms": (RMS, of_rms, (0.5, 1.0),
+            [(BF16, BF16), (BF16, F32), (F16, F16), (F16, F32), (F32, F32), (F32, BF16)],
+            [(BF16, BF16), (BF16, F32), (F32, F32)]),
+    "groups": (GROUPS, of_groups, (0.0, 1.0),
+               [*((t, t) for t in (F32, F64, BF16, F16)), (BF16, F32)],
+               [(F32, F32), (BF16, F32)]),
+    "channels": (CHANNELS, of_channels, (0.0, 1.0), [(F32, F32), (BF16, BF16)], []),
+}  # fmt: skip
+IDS = [f"{kind}-{name}" for kind, (rows, *_) in KINDS.items() for name in rows]
+
+
+@pytest.fixture(params=IDS)
+def case(request, device):
+    """(the kind, the module, the shape of its input)."""
+    kind, name = request.param.split("-")
+    rows, make, (mean, deviation), *_ = KINDS[kind]
+    norm, shape = make(*rows[name])
+    for parameter in norm.to(device).parameters():
+        nn.init.normal_(parameter, mean, deviation)
+    return kind, norm, shape
+
+
+def formats(kind, shape, dtype, device):
+    """An x of each order of memory that the shape allows."""
+    x = torch.randn(shape, device=device)
+    x = (x if kind == "channels" else 2 * x + 1).to(dtype)
+    yield x
+    if kind == "rms":
+        return
+    if len(shape) > 3:
+        last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+        yield x.to(memory_format=last)
+        yield torch.cat([x, x], -1)[..., 1 : 1 + shape[-1]]
+    if len(shape) > 2:
+        yield x.transpose(1, 2).contiguous().transpose(1, 2)
+    yield x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def arguments_of(norm, x):
+    """x, and a gate for a class that takes one."""
+    takes_gate = "gate" in inspect.signature(norm.forward).parameters
+    return (x, torch.randn_like(x)) if takes_gate else (x,)
+
+
+def assert_close(kind, found, expected, dtype):
+    """Equal to a rounding of dtype, but for classes that round between their steps."""
+    assert found.dtype == expected.dtype
+    if kind == "groups":
+        unit = {BF16: 2e-2, F16: 3e-3, F32: 1e-5, F64: 1e-10}[dtype]
+        rtol, atol = unit, unit * (float(expected.detach().abs().max()) + 1)
+    elif kind == "channels":
+        rtol = atol = 1e-4 if dtype is F32 else 0.05
+    elif dtype in HALF:
+        rtol, atol = 4 * torch.finfo(dtype).eps, 8 * torch.finfo(dtype).eps
+    else:  # some classes compute float64 in float32
+        rtol, atol = (1e-4, 1e-5) if dtype == F32 else (1e-5, 2e-6)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+def compare(kind, norm, x, kernels=True):
+    """Whether the class itself takes x; the swapped one need not refuse what it refuses."""
+    inputs = arguments_of(norm, x)
+    try:
+        expected, gradients = results(norm, *inputs)
+    except RuntimeError:
+        return False
+    y, found = results(swapped(norm), *inputs)
+    if kind != "rms" or "rms_norm" not in type(norm).forward.__code__.co_names:
+        assert y.stride() == expected.stride()  # F.rms_norm's is its own
+        assert kind != "rms" or found[0].stride() == gradients[0].stride()
+    parameter = next(norm.parameters(), x).dtype
+    if kind == "rms":
+        assert_same_roundings(y, expected, x.dtype)
+        coarsest = max((x.dtype, parameter), key=lambda dtype: torch.finfo(dtype).eps)
+        assert_same_gradients(found, gradients, coarsest)
+        return True
+    assert_close(kind, y, expected, x.dtype)
+    if kind == "channels" and x.dtype == BF16:
+        # PyTorch's CPU kernel adds up the bfloat16 gradients of parameters in bfloat16.
+        _, exact = results(copy.deepcopy(norm).double(), x.double())
+        gradients, found = [gradients[0], *exact[1:]], [found[0], *(g.double() for g in found[1:])]
+    for one, other in zip(found, gradients, strict=True):
+        scale = float(other.detach().abs().max()) + 1 if kind == "layer" else 1.0
+        # cuDNN's instance norm rounds the gradients of float32 weights to x's dtype on the way.
+        coarser = min((x.dtype, one.dtype), key=lambda dtype: -torch.finfo(dtype).eps)
+        assert_close(kind, one / scale, other / scale, coarser)
+    return True
+
+
+# With the forwards that CUDA gets, in which the operators compute on the CPU too, and without.
+KERNELS = {"layer": (False,), "rms": (False, True), "groups": (False, True), "channels": (True,)}
+
+
+def mixtures(of):
+    """Each class with its mixtures of dtypes, at this place in KINDS."""
+    return pytest.mark.parametrize(
+        ("case", "x_dtype", "dtype", "kernels"),
+        [
+            pytest.param(f"{kind}-{name}", *mixture, kernels, marks=marks)
+            for kind, columns in KINDS.items()
+            for mixture in columns[of]
+            for kernels in KERNELS[kind]
+            for marks in [[pytest.mark.cpu_operators] * kernels]
+            for name in columns[0]
+        ],
+        indirect=["case"],
+    )
+
+
+@mixtures(3)
+def test_same_results(case, x_dtype, dtype, kernels, device):
+    kind, norm, shape = case
+    norm.to(dtype)
+    if not kernels and device == "cuda" and kind == "groups":
+        pytest.skip("CUDA has kernels anyway")
+    if kind == "rms" and not kernels:  # the class's own forward
+        inputs = arguments_of(norm.cpu(), torch.randn(8, SIZE).to(x_dtype))
+        expected, y = norm(*inputs), swapped(norm)(*inputs)
+        if type(norm) is nn.RMSNorm:
+            assert_same_roundings(y, expected)
+        else:
+            torch.testing.assert_close(y, expected, rtol=0, atol=0)
+        return
+    done = [compare(kind, norm, x) for x in formats(kind, shape, x_dtype, device)]
+    may_refuse = x_dtype is not dtype or (kind == "layer" and x_dtype is not F32)
+    assert all(done) or may_refuse
+
+
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize("case", [name for name in IDS if name.startswith("rms")], indirect=True)
+def test_shapes_and_strides_of_rms_norms(case, device):
+    _, norm, _ = case
+    x = torch.randn(2, 3, 4, SIZE, device=device)
+    image = torch.randn(2, SIZE, 3, 4, device=device)  # of which the norm is over the channels
+    orders = (torch.contiguous_format, torch.channels_last)
+    channels = [image.contiguous(memory_format=order).movedim(1, -1) for order in orders]
+    for strided in (x, x.transpose(1, 2), x[:, ::2], x[0, 0, 0], x[:0], *channels):
+        if hasattr(norm, "n_groups"):  # FalconH1 takes two or three dimensions
+            if strided.dim() == 4 and strided.numel() > 0:
+                assert compare("rms", norm, strided[0])
+        elif strided.numel() > 0 or getattr(norm, "group_size", None) is None:
+            assert compare("rms", norm, strided)
+
+
+@mixtures(4)
+def test_autocast(case, x_dtype, dtype, kernels, device):
+    kind, norm, shape = case
+    norm.to(dtype)
+    for x in formats(kind, shape, x_dtype, device):
+        inputs = arguments_of(norm, x)
+        with torch.autocast(device, BF16):
+            try:
+                expected = norm(*inputs)
+            except RuntimeError:
+                continue
+            y = swapped(norm)(*inputs)
+        assert y.dtype == expected.dtype
+        if kind == "rms":
+            if type(norm) is not nn.RMSNorm:  # F.rms_norm's dtype depends on the release
+                assert_same_roundings(y, expected)
+        else:
+            assert kind == "layer" or y.stride() == expected.stride()
+            assert_close(kind, y, expected, BF16 if kind == "layer" else expected.dtype)
+
+
+@pytest.mark.cpu_operators
+def test_the_operators_are_called(case, device):
+    """Otherwise the comparisons would compare the class with itself."""
+    kind, norm, shape = case
+    if device == "cuda" and kind != "rms":
+        pytest.skip("direct calls go past the dispatcher")
+    rounds_everywhere = type(norm).__name__ == "ImageGPTLayerNorm"
+    narrow = kind == "rms" and not rounds_everywhere and getattr(norm, "force_fp32", True)
+    dtype = BF16 if narrow else F32
+    inputs = arguments_of(norm.to(dtype), torch.randn(shape, device=device).to(dtype))
+    new = swapped(norm)
+    assert operators_of(lambda: new(*inputs))
+
+
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize("case", [name for name in IDS if name.startswith("rms")], indirect=True)
+def test_what_the_kernels_do_not_take_goes_to_the_class(case, device):
+    class Own(torch.Tensor):
+        pass
+
+    _, norm, _ = case
+    new = swapped(norm)
+    x = torch.randn(4, SIZE, device=device)
+    for other in (x.double(), x.as_subclass(Own)):
+        inputs = arguments_of(norm, other)
+        expected, y = norm(*inputs), new(*inputs)
+        assert type(y) is type(expected)
+        torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+    if any(True for _ in norm.parameters()):
+        narrow = arguments_of(norm, torch.randn(4, 3, device=device))
+        for module in (norm, new):
+            with pytest.raises((RuntimeError, AssertionError)):
+                module(*narrow)
+
+
+def test_swap_and_unswap(case):
+    kind, norm, _ = case
+    if type(norm) is nn.GroupNorm:
+        model = swap_norms(nn.Sequential(norm))
+        assert type(model[0]) is fl.FusedGroupNorm
+        assert type(unswap_norms(model)[0]) is nn.GroupNorm
+        return
+    of_layer = kind == "layer"
+    swap, unswap = (
+        (swap_layer_norm, fl.unswap_layer_norm) if of_layer else (swap_norms, unswap_norms)
+    )
+    shown = {"layer": "FusedLayerNorm", "groups": "FusedGroupNorm"}.get(kind, "FusedRMSNorm")
+    check_swap_and_unswap(norm, swap, unswap, shown)
+    if kind == "rms":
+        new = swapped(norm)
+        assert is_fused(fl.unswap_layer_norm(new))
+        assert type(fl.unswap_rms_norm(new)) is type(norm)
+
+
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize("case", [n for n in IDS if n[0] in "rg"], indirect=True)  # RMS and groups
+def test_copies(case, device):
+    _, norm, shape = case
+    new = swapped(norm)
+    inputs = arguments_of(norm, torch.randn(shape, device=device))
+    expected = new(*inputs)
+    for other in copies(new):
+        assert torch.equal(other(*inputs), expected)
+        assert type(unswap_norms(other)) is type(norm)
+
+
+# One class each whose computation depends on dtypes, strides or a switch, because a compilation
+# takes a second.
+COMPILED = ("layer-timm_2d", "layer-timm_exp_2d", "layer-deberta", "layer-cohere", "rms-llama",
+            "rms-gemma", "rms-t5", "rms-diffusers", "rms-timm", "rms-torch")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COMPILED, indirect=True)
+@pytest.mark.cpu_operators
+def test_compiled(case, device):
+    kind, norm, shape = case
+    dtype = BF16 if kind == "rms" else F32
+    x = torch.randn(shape, device=device).to(dtype)
+    torch._dynamo.reset()
+    new = swapped(norm.to(dtype))
+    compiled = torch.compile(new, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        if kind == "rms":
+            assert_same_roundings(compiled(x), new(x))
+        else:
+            assert_close(kind, compiled(x), norm(x), dtype)
+
+
+@pytest.mark.parametrize("compiler", [torch.fx.symbolic_trace, torch.jit.script])
+def test_traced_and_scripted(case, compiler, device):
+    _, norm, shape = case
+    check_compiler(norm, compiler, *arguments_of(norm, torch.randn(shape, device=device)))
+
+
+def test_every_known_source_is_tested():
+    """Skipped where an installed version lacks one of the classes above."""
+    of_any_module = [row for row in RMS.values() if not row[0].startswith("timm.")]
+    found = {digest(class_of(module, name)) for module, name, _ in of_any_module}
+    assert set(swap_rms.SOURCES) <= found
+    lines = {(module, cls) for module, cls, *_ in CHANNELS.values()}
+    assert set(swap_channels.CLASSES) <= lines
+    assert set(swap_channels.SOURCES) <= {digest(class_of(*line)) for line in lines}
+
+
+@pytest.mark.parametrize("name", swap_groups.CLASSES, ids=".".join)
+def test_the_installed_group_norms_are_known(name):
+    assert digest(class_of(*name)) in swap_groups.CLASSES[name]
+
+
+# ---- Classes of versions that are not installed, copied unchanged but for their names.
+
+
+class BarkLayerNorm(nn.Module):
+    __module__ = T + "bark.modeling_bark"
+
+    def __init__(self, hidden_size, bias=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
+
+    def forward(self, input):
+        return F.layer_norm(input, self.weight.shape, self.weight, self.bias, eps=1e-5)
+
+
+class ConvNextLayerNorm(nn.Module):
+    __module__ = T + "convnext.modeling_convnext"
+
+    def __init__(self, normalized_shape, eps=1e-6, data_format="channels_last"):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(normalized_shape))
+        self.bias = nn.Parameter(torch.zeros(normalized_shape))
+        self.eps = eps
+        self.data_format = data_format
+        self.normalized_shape = (normalized_shape,)
+
+    def forward(self, x):
+        if self.data_format == "channels_last":
+            x = torch.nn.functional.layer_norm(
+                x, self.normalized_shape, self.weight, self.bias, self.eps
+            )
+        elif self.data_format == "channels_first":
+            input_dtype = x.dtype
+            x = x.float()
+            u = x.mean(1, keepdim=True)
+            s = (x - u).pow(2).mean(1, keepdim=True)
+            x = (x - u) / torch.sqrt(s + self.eps)
+            x = x.to(dtype=input_dtype)
+            x = self.weight[:, None, None] * x + self.bias[:, None, None]
+        return x
+
+
+is_torch_npu_available = functools.partial(bool)
+
+
+class RMSNorm030(nn.Module):
+    def __init__(self, dim, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+
+        if self.weight is not None:
+            # convert into half-precision if necessary
+            if self.weight.dtype in [torch.float16, torch.bfloat16]:
+                hidden_states = hidden_states.to(self.weight.dtype)
+            hidden_states = hidden_states * self.weight
+        else:
+            hidden_states = hidden_states.to(input_dtype)
+
+        return hidden_states
+
+
+class RMSNorm033(RMSNorm030):
+    def __init__(self, dim, eps: float):
+        super().__init__(dim, eps)
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, hidden_states):
+        if is_torch_npu_available():
+            import torch_npu
+
+            if self.weight is not None:  # noqa: SIM102
+                # convert into half-precision if necessary
+                if self.weight.dtype in [torch.float16, torch.bfloat16]:
+                    hidden_states = hidden_states.to(self.weight.dtype)
+            hidden_states = torch_npu.npu_rms_norm(hidden_states, self.weight, epsilon=self.eps)[0]
+            if self.bias is not None:
+                hidden_states = hidden_states + self.bias
+        else:
+            input_dtype = hidden_states.dtype
+            variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+            hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+
+            if self.weight is not None:
+                # convert into half-precision if necessary
+                if self.weight.dtype in [torch.float16, torch.bfloat16]:
+                    hidden_states = hidden_states.to(self.weight.dtype)
+                hidden_states = hidden_states * self.weight
+                if self.bias is not None:
+                    hidden_states = hidden_states + self.bias
+            else:
+                hidden_states = hidden_states.to(input_dtype)
+
+        return hidden_states
+
+
+class MambaRMSNormGated(WrittenHere):
+    def forward(self, hidden_states, gate=None):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+
+        if gate is not None:
+            hidden_states = hidden_states * nn.functional.silu(gate.to(torch.float32))
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+
+        return self.weight * hidden_states.to(input_dtype)
