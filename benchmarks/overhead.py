@@ -42,7 +42,10 @@ NORMS = {
          "override": "override_aten()"},
     "rms_": {"eager": "nn.RMSNorm", "ours": "FusedRMSNorm", "swapped": "swapped RMSNorm",
              "override": "override_aten() of RMSNorm"},
+    "group_": {"eager": "nn.GroupNorm", "ours": "FusedGroupNorm", "swapped": "swapped GroupNorm",
+               "override": "override_aten() of GroupNorm"},
 }  # fmt: skip
+GROUPS = 32  # of the channels of a GroupNorm
 Norm = Callable[..., nn.Module]
 # Runs a call and returns its cost in microseconds and its result.
 Measure = Callable[[Callable[[], Any]], "tuple[float, Any]"]
@@ -70,13 +73,21 @@ def variant_of(name: str) -> Iterator[Norm]:
     """What makes a variant's module; "override" has override_aten() in force inside the context."""
     import fused_layernorm
 
-    is_rms = name.startswith("rms_")
-    stock: Norm = nn.RMSNorm if is_rms else nn.LayerNorm
+    kind = name.split("_")[0]
+    stock: Norm = nn.LayerNorm
+    ours: Norm = fused_layernorm.FusedLayerNorm
+    if kind == "rms":
+        stock, ours = nn.RMSNorm, fused_layernorm.FusedRMSNorm
+    elif kind == "group":
+        stock, ours = (
+            functools.partial(norm, GROUPS)
+            for norm in (nn.GroupNorm, fused_layernorm.FusedGroupNorm)
+        )
     if name.endswith("override"):
         with fused_layernorm.override_aten():
             yield stock
     elif name.endswith("ours"):
-        yield fused_layernorm.FusedRMSNorm if is_rms else fused_layernorm.FusedLayerNorm
+        yield ours
     elif name.endswith("swapped"):
         yield lambda *args, **kwargs: fused_layernorm.swap_norms(stock(*args, **kwargs))
     else:
