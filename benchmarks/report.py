@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -279,8 +280,8 @@ def measured(report: Report, left_out: list[str]) -> list[str]:
     def day(part: str) -> str:
         return report[part]["date"][:10] if part in report else "-"
 
-    said = [line.rstrip(":") for line in report.get("skipped", [])
-            if "is not installed" not in line]  # fmt: skip
+    said = alike(line.rstrip(":") for line in report.get("skipped", [])
+                 if "is not installed" not in line)  # fmt: skip
     known = {key.removesuffix("_us") for row in report["rows"] for key in row}
     missing = PEERS.keys() - known - {line.split(":")[0] for line in said} - {"llama"}
     body = [
@@ -300,6 +301,14 @@ def measured(report: Report, left_out: list[str]) -> list[str]:
         if found:
             lines += [f"{what}:", "", *(f"- {line}" for line in found), ""]
     return lines
+
+
+def alike(lines: Iterable[str]) -> list[str]:
+    """The lines; of those that differ in numbers alone the first, and how many more there are."""
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        found.setdefault(re.sub(r"[\d.x]+", "", line), []).append(line)
+    return [one[0] + (f" (and {len(one) - 1} more)" if one[1:] else "") for one in found.values()]
 
 
 def at_a_glance(report: Report) -> list[str]:
@@ -411,21 +420,34 @@ def swept(sweep: dict[str, Any], other: str, sweeps: int = 1) -> list[str]:
 
 
 def cases(report: Report) -> list[str]:
-    """A table for each operator."""
-    lines = ["## Every case", ""]
-    for op in ops_of(report):
-        rows = [row for row in report["rows"] if row["op"] == op and "ours_us" in row]
-        names = other_keys(rows)
+    """A table for each family of operators, with forward and backward of a case side by side."""
+    ways = ("forward", "backward")
+    families: dict[str, dict[tuple[str, str], dict[str, Row]]] = {}
+    for row in report["rows"]:
+        if "ours_us" in row:
+            family = row["op"].removesuffix(ways[1]).removesuffix(ways[0])
+            of_case = families.setdefault(family, {}).setdefault((size(row), types_of(row)), {})
+            of_case[row["op"].removeprefix(family)] = row
+    lines = ["## Every case", "", "Each cell: microseconds, of copy speed, times faster than.", ""]
+    for family, found in families.items():
+        names = other_keys(row for rows in found.values() for row in rows.values())
         body = [
-            [size(row), types_of(row), us(row.get("copy_us")), us(row["ours_us"]),
-             percent(share(row)), *(times(row.get(name), row["ours_us"]) for name in names)]
-            for row in rows
+            [*name, us(next(iter(rows.values())).get("copy_us")),
+             *(", ".join(case_cells(rows[way], names)) if way in rows else "-" for way in ways)]
+            for name, rows in found.items()
         ]  # fmt: skip
-        modulated = family_of(op).layout == SAMPLES
-        header = ["samples x tokens x columns" if modulated else "rows x columns", "dtype"]
-        header += ["copy", "ours", "of copy speed", *(f"x {name[:-3]}" for name in names)]
-        lines += [f"### {title(op)}", "", *(table(header, body, left=2) if rows else []), ""]
+        modulated = family_of(f"{family}forward").layout == SAMPLES
+        what = ", ".join(["us", "of copy", *(f"x {name[:-3]}" for name in names)])
+        header = ["samples x tokens x columns" if modulated else "rows x columns", "dtype", "copy"]
+        header += [f"{way}: {what}" for way in ways]
+        heading = title(f"{family}forward").removesuffix(", forward")
+        lines += [f"### {heading}", "", *table(header, body, left=2), ""]
     return lines
+
+
+def case_cells(row: Row, names: list[str]) -> list[str]:
+    others = (times(row.get(name), row["ours_us"]) for name in names)
+    return [us(row["ours_us"]), percent(share(row)), *others]
 
 
 def host(report: Report) -> list[str]:

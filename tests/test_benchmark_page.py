@@ -57,7 +57,11 @@ def test_page_and_readme_say_what_was_measured(made):
     assert "Left out:\n\n- the results of the G2\n" in text
     faster = "eager PyTorch 3.0x (3.0x), Liger 3.0x (3.0x)"
     assert f"| RMSNorm, forward | 1 | 100% (100%) | {faster} |" in text
-    assert "| 8,192 x 4,096 | float32 | 67.1 | 67.1 | 100% | 3.00x | - |" in text
+    assert "| 8,192 x 4,096 | float32 | 67.1 | 67.1, 100%, 3.00x, - | - |" in text
+    assert report.alike(["a: n = 1", "b: n = 1", "a: n = 22"]) == [
+        "a: n = 1 (and 1 more)",
+        "b: n = 1",
+    ]
     swapped = "swapped | 100 (0.50) | 18.0 (0.90) | - | - | - |"
     assert f"| {made['models']['rows'][0]['model']} | training | {swapped}" in text
     blocks = report.readme_blocks(made)
