@@ -108,8 +108,7 @@ def run(a: GatedArguments) -> Tensor:
     try:
         found: Tensor = gated.rms_norm_gated(*a)
     except Exception as error:
-        gated.check(a)
-        raise arguments.out_of_memory(error) from None
+        raise arguments.explain(error, a, gated.check) from None
     return found
 
 

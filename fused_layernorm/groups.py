@@ -196,8 +196,7 @@ def _run(a: GroupArguments) -> Tensor:
     try:
         found: Tensor = _op(*a)
     except Exception as error:
-        groups.check(a)
-        raise arguments.out_of_memory(error) from None
+        raise arguments.explain(error, a, groups.check) from None
     return found
 
 

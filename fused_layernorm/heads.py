@@ -146,8 +146,7 @@ def _run(a: HeadArguments) -> tuple[Tensor, Tensor]:
             with _below_autograd():
                 found = _op(*a)
     except (RuntimeError, TypeError, ValueError) as error:
-        check(a)
-        raise arguments.out_of_memory(error) from None
+        raise arguments.explain(error, a, check) from None
     return found
 
 

@@ -321,8 +321,7 @@ def test_sentence(device, name, error, sentence, wrong, requires_grad):
             call_of(name, wrong, where, requires_grad)()
         assert str(caught.value) == f"expected {sentence}"
         assert caught.value.__cause__ is None
-        if "layer" in name:
-            assert caught.value.__suppress_context__ or caught.value.__context__ is None
+        assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
 @EVERY_ROW

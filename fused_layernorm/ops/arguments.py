@@ -9,7 +9,7 @@ backward's, so `check_backward` and `check_gate_backward` raise the sentences of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from typing import Any, NoReturn
 
@@ -366,10 +366,10 @@ def check_gate_backward(dresidual_out: Tensor, input: Tensor, gate: Tensor) -> N
     _check_modulations(input, gate=gate)
 
 
-def explain(error: Exception, a: Arguments) -> Exception:
-    """The exception that says what is wrong with a call, else out_of_memory(error)."""
+def explain(error: Exception, call: Any, check: Callable[[Any], object] = check) -> Exception:
+    """The exception by which `check` says what is wrong with a call, else out_of_memory(error)."""
     try:
-        check(a)
+        check(call)
     except Exception as clear:
         return clear
     return out_of_memory(error)
