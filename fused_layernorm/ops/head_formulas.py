@@ -2,8 +2,8 @@
 """Norm and rotation of heads in PyTorch's operators, forward and backward, and the checks of calls.
 
 q and k are (batch, positions, heads, columns), or (batch, heads, positions, columns) with
-seq_dim=2. Each row, the last dimension, is normalized and rotated; csrc/call/schemas.h says
-what the operators give.
+seq_dim=2. Each row, the last dimension, is normalized and rotated; csrc/bindings/schemas.cpp
+says what the operators give.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the binary, which registers the operators, and names them.
 
-csrc/call/schemas.h holds the schemas and says what each operator gives. csrc/bindings/cuda
-registers the CUDA kernels; the other files of this folder register the rest.
+csrc/call/schemas.h and, of heads, csrc/bindings/schemas.cpp hold the schemas and say what each
+operator gives. csrc/bindings/cuda registers the CUDA kernels; the other files of this folder
+register the rest.
 """
 
 from __future__ import annotations
