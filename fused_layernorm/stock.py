@@ -125,11 +125,7 @@ def has_own_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, is_r
         return False
     dtype = input.dtype
     if is_rms:
-        has_dtypes = bias is None and (
-            weight is None
-            or weight.dtype is dtype
-            or (weight.dtype is torch.float32 and dtype in _BESIDE_FLOAT32)
-        )
+        has_dtypes = bias is None and (weight is None or weight.dtype is dtype)
     elif weight is not None and bias is not None and weight.dtype is torch.float32 is bias.dtype:
         has_dtypes = dtype in _BESIDE_FLOAT32
     else:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Of every norm derivatives of every order and mode, and transforms; what autograd saves."""
 
+import contextlib
 import itertools
 from typing import Any, cast
 
@@ -434,6 +435,34 @@ def test_saved_tensors_pass_through_hooks(device):
     with save_on_cpu():
         total = norm()
     assert torch.equal(torch.autograd.grad(total, x)[0], gradient)
+
+
+NORMS = {
+    "layer_norm": lambda x, w: fl.layer_norm(x, w, activation="silu"),
+    "rms_norm": lambda x, w: fl.rms_norm(x, w, scale=2.0),
+    "group_norm": lambda x, w: fl.group_norm(x, 4, w, activation="silu"),
+    "rms_norm_gated": lambda x, w: fl.rms_norm_gated(x, x.detach().cos(), w),
+    "qk_norm_rope": lambda x, w: torch.stack(
+        fl.qk_norm_rope(x[:, None, None], x[:, None, None].sin(), w, w, *x.new_ones(2, 1, 4))
+    ),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_second_derivatives_under_hooks(device, norm):
+    """As without hooks on saved tensors, which torch.func does not take; of nothing, too."""
+    for rows in (3, 0):
+        x = torch.randn(rows, 8, device=device, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(8, device=device, dtype=torch.float64, requires_grad=True)
+        found = []
+        for hooks in (contextlib.nullcontext(), save_on_cpu()):
+            with hooks:
+                y = norm(x, weight)
+                first = torch.autograd.grad(y.square().sum(), (x, weight), create_graph=True)
+                total = sum(g.square().sum() for g in first)
+                found.append((*first, *torch.autograd.grad(total, (x, weight))))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_inference_mode(device):

@@ -218,10 +218,8 @@ void run_groups(const Device& device, bool quiet) {
             params.layout = problem.layout;
             if (problem.backward) params.dy = params.dweight.at = params.dbias.at = kSomewhere;
             launches.clear();
-            const auto launch =
-                problem.backward ? launch_group_norm_backward : launch_group_norm_forward;
             const cudaError_t error =
-                plan ? launch(params, x, y, *plan, nullptr) : cudaErrorInvalidValue;
+                plan ? launch_group_norm(params, x, y, *plan, nullptr) : cudaErrorInvalidValue;
             ++problems;
             const bool fails = error != cudaSuccess || launches.empty();
             failed += fails;

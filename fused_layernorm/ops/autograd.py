@@ -11,7 +11,7 @@ the rest.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -206,7 +206,10 @@ class Backward(Function):
         ctx.call = Call(*args)._replace(**dict.fromkeys(tensors))
         ctx.gradients = gradients
         ctx.save_for_backward(*tensors.values())
-        ctx.mark_non_differentiable(*(g for g in found if g.shape == (0,)))
+        needs = Call(*args).needs
+        if len(needs) != len(found):  # those of heads, whose parameters are of q and of k
+            needs = tuple(g.shape != (0,) for g in found)
+        ctx.mark_non_differentiable(*(g for g, need in zip(found, needs, strict=True) if not need))
         return found
 
     @staticmethod
@@ -224,9 +227,35 @@ class Backward(Function):
             found = gradients(*call._replace(**fields, **constant))
             return tuple(found[i] for i in used)
 
-        vjp = torch.func.vjp(of, *tensors.values())[1]
-        found = dict(zip(tensors, vjp(tuple(grads[i] for i in used)), strict=True))
+        given = tuple(grads[i] for i in used)
+        if torch._C._are_functorch_transforms_active():
+            vjp = torch.func.vjp(of, *tensors.values())[1]
+            found = dict(zip(tensors, vjp(given), strict=True))
+        else:  # torch.func.vjp takes no hooks on saved tensors
+            needs = dict(zip(call._fields, ctx.needs_input_grad[4:], strict=True))
+            found = gradients_of(of, tensors, {n for n in tensors if needs[n]}, given)
         return (None, None, None, None, *(found.get(name) for name in call._fields))
+
+
+def gradients_of(
+    of: Callable[..., tuple[Tensor, ...]],
+    tensors: dict[str, Tensor],
+    wanted: set[str],
+    grads: Sequence[Tensor | None],
+) -> dict[str, Tensor | None]:
+    """The gradients of the tensors in `wanted`, for those at the results of of(*tensors)."""
+    creates_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, so that the gradients end here and not further up.
+        inputs = {n: t.view_as(t) if n in wanted else t for n, t in tensors.items()}
+        results = of(*inputs.values())
+        pairs = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad]
+        if not pairs:
+            return {}
+        ys, gs = zip(*pairs, strict=True)
+        at = [inputs[name] for name in inputs if name in wanted]
+        found = torch.autograd.grad(ys, at, gs, create_graph=creates_graph, allow_unused=True)
+    return dict(zip((name for name in inputs if name in wanted), found, strict=True))
 
 
 def backward_autograd(operator: OpOverload, gradients: Any) -> Callable[..., Any]:

@@ -55,6 +55,7 @@ def made_class(
     parts: tuple[Part, ...],
     own: Forward | None = None,
     wrap: Callable[[Any], Forward] | None = None,
+    derive: Callable[[type[nn.Module]], dict[str, Any]] | None = None,
     **members: Any,
 ) -> type[nn.Module]:
     """The subclass of cls with the forward that is known; modules that are alike share it.
@@ -63,6 +64,7 @@ def made_class(
         parts: what was read of cls, its forward first.
         own: the forward that the instance had in its place, which the swap has taken over.
         wrap: gives the class's forward; by default `_or_stock`.
+        derive: gives further attributes of a class that is not made yet, from cls.
         members: further attributes of the class.
     """
     key = (cls, known.forward, own)
@@ -79,6 +81,7 @@ def made_class(
                 "_parts": parts,
                 "_swapped_from": cls,
                 **members,
+                **(derive(cls) if derive is not None else {}),
             }
             made = type(f"Fused{cls.__name__}", (cls,), named)
             made.forward = (wrap or _or_stock)(made)

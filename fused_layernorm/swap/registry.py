@@ -234,8 +234,8 @@ def kind_of(module: nn.Module) -> str:
 
 def class_with(cls: type[nn.Module], known: Known, parts: tuple[Part, ...]) -> type[nn.Module]:
     """The subclass of cls with the forward that is known."""
-    members = modulated.members(cls) if known.forward is modulated.derived else {}
-    return made_class(cls, known, parts, **members)
+    derive = modulated.members if known.forward is modulated.derived else None
+    return made_class(cls, known, parts, derive=derive)
 
 
 def remade(
