@@ -170,6 +170,7 @@ OF_GATE = "gate of the shape of input, [4, 8], got shape"
 RMS_NORM_GATED: list[Row] = [
     (RuntimeError, f"{OF_GATE} [4, 1]", {"gate": ((4, 1), F32)}),
     (RuntimeError, f"{OF_GATE} [8]", {"gate": W}),
+    (TypeError, "gate to be a tensor, got NoneType", {"gate": None}),
     (NotImplementedError, f"gate of dtype {FLOATS}, got int64", {"gate": ((4, 8), INT)}),
     (NotImplementedError, f"gate of dtype {FLOATS}, got complex64",
      {"gate": ((4, 8), torch.complex64)}),
