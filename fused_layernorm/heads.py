@@ -11,7 +11,13 @@ from torch import Tensor
 from . import onnx
 from .ops import arguments
 from .ops.autograd import in_forward_mode, needs_grad
-from .ops.head_formulas import HeadArguments, by_formula, check
+from .ops.head_formulas import (
+    HeadArguments,
+    by_formula,
+    check,
+    has_kernel,
+    needs_grad_of_angles,
+)
 from .ops.heads import qk_norm_rope as _operator
 
 # Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
@@ -130,7 +136,7 @@ def qk_norm_rope(
 def _run(a: HeadArguments) -> tuple[Tensor, Tensor]:
     """The results; without k, an empty tensor is the second."""
     _check_types(a)
-    if a.q.dim() == 4 and (a.needs_grad_of_angles or not a.has_kernel):
+    if a.q.dim() == 4 and (needs_grad_of_angles(a) or not has_kernel(a)):
         check(a)
         return by_formula(a)
     if _is_compiling():

@@ -43,28 +43,31 @@ class HeadArguments(NamedTuple):
     interleaved: bool
     inverse: bool = False
 
-    @property
-    def sides(self) -> list[tuple[str, Tensor, Tensor | None, Tensor | None]]:
-        """The name, tensor, weight and bias of q and, where it is there, of k."""
-        found = [("q", self.q, self.q_weight, self.q_bias)]
-        if self.k is not None:
-            found.append(("k", self.k, self.k_weight, self.k_bias))
-        return found
 
-    @property
-    def has_kernel(self) -> bool:
-        """Whether there are kernels for such rows."""
-        cols = self.q.shape[3]
-        return (
-            self.q.dtype is not torch.float64
-            and 0 < cols <= MOST_KERNEL_COLS
-            and cols % 2 == 0
-            and (self.cos is None or self.cos.dtype in (self.q.dtype, torch.float32))
-        )
+# Functions and no properties, which Dynamo of torch 2.10 does not read.
 
-    @property
-    def needs_grad_of_angles(self) -> bool:
-        return needs_grad(self.cos, self.sin)
+
+def sides(a: HeadArguments) -> list[tuple[str, Tensor, Tensor | None, Tensor | None]]:
+    """The name, tensor, weight and bias of q and, where it is there, of k."""
+    found = [("q", a.q, a.q_weight, a.q_bias)]
+    if a.k is not None:
+        found.append(("k", a.k, a.k_weight, a.k_bias))
+    return found
+
+
+def has_kernel(a: HeadArguments) -> bool:
+    """Whether there are kernels for such rows."""
+    cols = a.q.shape[3]
+    return (
+        a.q.dtype is not torch.float64
+        and 0 < cols <= MOST_KERNEL_COLS
+        and cols % 2 == 0
+        and (a.cos is None or a.cos.dtype in (a.q.dtype, torch.float32))
+    )
+
+
+def needs_grad_of_angles(a: HeadArguments) -> bool:
+    return needs_grad(a.cos, a.sin)
 
 
 # ---- The computation in PyTorch's operators.
@@ -122,7 +125,7 @@ def _laid_out(y: Tensor, x: Tensor) -> Tensor:
 def formula(a: HeadArguments) -> tuple[Tensor, ...]:
     """The results in PyTorch's operators, which differentiate them any number of times."""
     found = []
-    for _, x, weight, bias in a.sides:
+    for _, x, weight, bias in sides(a):
         z = x.to(acc_dtype(x.dtype))
         if a.statistic is not None:
             z = normalize(a, x, weight, bias)[0]
@@ -144,7 +147,7 @@ def composite_forward(*args: Any) -> tuple[Tensor, Tensor]:
     check(a)
     composite._warn_of_cuda(a.q)
     found = formula(a)
-    laid_out = tuple(_laid_out(y, x) for y, (_, x, *_) in zip(found, a.sides, strict=True))
+    laid_out = tuple(_laid_out(y, x) for y, (_, x, *_) in zip(found, sides(a), strict=True))
     return with_k(a, laid_out)
 
 
@@ -181,7 +184,7 @@ def _backward(b: BackwardArguments) -> list[tuple[Tensor, Tensor | None, Tensor 
     a = b.forward
     back = a._replace(inverse=not a.inverse)
     found = []
-    for dy, (_, x, weight, bias) in zip((b.dq_out, b.dk_out), a.sides, strict=False):
+    for dy, (_, x, weight, bias) in zip((b.dq_out, b.dk_out), sides(a), strict=False):
         assert dy is not None
         acc = acc_dtype(x.dtype)
         dz = rotate(back, dy.to(acc))
@@ -205,7 +208,7 @@ def backward_by_formula(
     b = BackwardArguments(*args)
     found = [
         (layout(dx, x), dweight, dbias)
-        for (dx, dweight, dbias), (_, x, *_) in zip(_backward(b), b.forward.sides, strict=True)
+        for (dx, dweight, dbias), (_, x, *_) in zip(_backward(b), sides(b.forward), strict=True)
     ]
     return b.results(found)
 
@@ -226,7 +229,7 @@ def check(a: HeadArguments) -> None:
     q = "input" if a.k is None else "q"
     if a.statistic not in STATISTICS:
         raise ValueError(f"expected statistic 'rms', 'layer' or None, got {a.statistic!r}")
-    for side, x, weight, bias in a.sides:
+    for side, x, weight, bias in sides(a):
         name, prefix = (q, "") if a.k is None else (side, f"{side}_")
         arguments.check_tensor(name, x)
         if x.dim() != 4:

@@ -38,6 +38,8 @@ from .head_formulas import (
     composite_backward,
     composite_forward,
     dense_like,
+    needs_grad_of_angles,
+    sides,
     with_k,
 )
 from .vmap import one_by_one, to_front
@@ -51,7 +53,7 @@ qk_norm_rope_backward = load.operators.qk_norm_rope_backward.default
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     a = HeadArguments(*args)
     check(a)
-    return with_k(a, tuple(dense_like(x) for _, x, *_ in a.sides))
+    return with_k(a, tuple(dense_like(x) for _, x, *_ in sides(a)))
 
 
 def _fake_backward(*args: Any) -> Any:
@@ -62,7 +64,7 @@ def _fake_backward(*args: Any) -> Any:
 
     found = [
         (dense_like(x), like(weight, b.needs_dweight), like(bias, b.needs_dbias))
-        for _, x, weight, bias in b.forward.sides
+        for _, x, weight, bias in sides(b.forward)
     ]
     return b.results(found)
 
@@ -91,12 +93,12 @@ class _Forward(Function):
         a: Any = HeadArguments(*ctx.saved_tensors, *ctx.options)
         needs: Any = HeadArguments(*ctx.needs_input_grad[1:])
         # A side without a gradient is left out: where q has none, k takes its place.
-        sides = [side for side, dy in enumerate((dq, dk)) if dy is not None]
-        if not sides:
+        present = [side for side, dy in enumerate((dq, dk)) if dy is not None]
+        if not present:
             return (None,) * (1 + len(needs))
 
         def of(pair: Any) -> Any:
-            return (*(pair[side] for side in sides), None)[:2]
+            return (*(pair[side] for side in present), None)[:2]
 
         of_q, of_k = of((dq, dk))
         if a.statistic is None:
@@ -108,7 +110,7 @@ class _Forward(Function):
             b = BackwardArguments.of(a, of_q, of_k, *flags)
             found = call_operator(qk_norm_rope_backward, *b)
         gradients: list[Any] = [None] * len(needs)
-        for place, side in enumerate(sides):
+        for place, side in enumerate(present):
             for i in (0, 2, 4):  # of x, weights and biases
                 if needs[i + side]:
                     gradients[i + side] = found[i + place]
@@ -117,7 +119,7 @@ class _Forward(Function):
 
 def _autograd(keyset: Any, *args: Any) -> Any:
     a = HeadArguments(*args)
-    if in_forward_mode() or a.needs_grad_of_angles:
+    if in_forward_mode() or needs_grad_of_angles(a):
         check(a)
         return by_formula(a)
     if needs_grad(*a[:6]):
