@@ -31,9 +31,9 @@ from .integrations.after_import import after_import
 from .ops import gated, groups, heads, load
 from .ops.operators import BACKWARD, FORWARD
 
-# Arguments that have a row, or a number, for each row.
-_ROWS = ("input", "residual", "dy", "x", "mean", "rstd", "dresidual", "dresidual_out")
-_ROWS_OF_HEADS = ("q", "k", "dq_out", "dk_out")
+# Arguments that have a row, or a number, for each row; the last four are of heads.
+_ROWS = ("input", "residual", "dy", "x", "mean", "rstd", "dresidual", "dresidual_out",
+         "q", "k", "dq_out", "dk_out")  # fmt: skip
 _MODULATIONS = ("gate", "shift", "scale")
 
 
@@ -62,7 +62,7 @@ def register_sharding_rules() -> None:
             return None
         if name == "mean" and getattr(call, "statistic", "layer") == "rms":
             return Replicate()  # it is empty
-        if name in _ROWS or name in _ROWS_OF_HEADS:
+        if name in _ROWS:
             return placement
         if name in _MODULATIONS:
             is_of_groups = hasattr(call, "num_groups")

@@ -201,12 +201,13 @@ class Backward(Function):
         with lower_levels():
             found = redispatch(operator, keyset, *args)
         ctx.set_materialize_grads(False)
-        tensors = {n: v for n, v in Call(*args)._asdict().items() if isinstance(v, Tensor)}
+        call = Call(*args)
+        tensors = {n: v for n, v in call._asdict().items() if isinstance(v, Tensor)}
         ctx.names = [*tensors]
-        ctx.call = Call(*args)._replace(**dict.fromkeys(tensors))
+        ctx.call = call._replace(**dict.fromkeys(tensors))
         ctx.gradients = gradients
         ctx.save_for_backward(*tensors.values())
-        needs = Call(*args).needs
+        needs = call.needs
         if len(needs) != len(found):  # those of heads, whose parameters are of q and of k
             needs = tuple(g.shape != (0,) for g in found)
         ctx.mark_non_differentiable(*(g for g, need in zip(found, needs, strict=True) if not need))
@@ -253,9 +254,11 @@ def gradients_of(
         if not pairs:
             return {}
         ys, gs = zip(*pairs, strict=True)
-        at = [inputs[name] for name in inputs if name in wanted]
-        found = torch.autograd.grad(ys, at, gs, create_graph=creates_graph, allow_unused=True)
-    return dict(zip((name for name in inputs if name in wanted), found, strict=True))
+        at = {n: t for n, t in inputs.items() if n in wanted}
+        found = torch.autograd.grad(
+            ys, [*at.values()], gs, create_graph=creates_graph, allow_unused=True
+        )
+    return dict(zip(at, found, strict=True))
 
 
 def backward_autograd(operator: OpOverload, gradients: Any) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ register the rest.
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections import namedtuple
 from pathlib import Path
@@ -55,6 +56,7 @@ def define_like(name: str, prefix: str) -> torch._ops.OpOverload:
     return getattr(operators, prefix + name).default
 
 
+@functools.cache
 def call_of(operator: torch._ops.OpOverload) -> Any:
     """The class of an operator's calls: a named tuple of the arguments of its schema.
 

@@ -36,6 +36,8 @@ class Known(NamedTuple):
     kind: str  # "layer", "rms", "group", "rotation", "activation", or REGISTERED
     forward: Forward
     norms: tuple[str, ...] = ()  # the names of norms that this forward computes without their call
+    # Gives what the forward needs, as attributes of the swapped class, from the class.
+    derive: Callable[[type[nn.Module]], dict[str, Any]] | None = None
 
 
 REGISTERED = "registered"  # the kind of a class of which only register_swap was told
@@ -55,7 +57,6 @@ def made_class(
     parts: tuple[Part, ...],
     own: Forward | None = None,
     wrap: Callable[[Any], Forward] | None = None,
-    derive: Callable[[type[nn.Module]], dict[str, Any]] | None = None,
     **members: Any,
 ) -> type[nn.Module]:
     """The subclass of cls with the forward that is known; modules that are alike share it.
@@ -64,7 +65,6 @@ def made_class(
         parts: what was read of cls, its forward first.
         own: the forward that the instance had in its place, which the swap has taken over.
         wrap: gives the class's forward; by default `_or_stock`.
-        derive: gives further attributes of a class that is not made yet, from cls.
         members: further attributes of the class.
     """
     key = (cls, known.forward, own)
@@ -81,7 +81,7 @@ def made_class(
                 "_parts": parts,
                 "_swapped_from": cls,
                 **members,
-                **(derive(cls) if derive is not None else {}),
+                **({} if known.derive is None else known.derive(cls)),
             }
             made = type(f"Fused{cls.__name__}", (cls,), named)
             made.forward = (wrap or _or_stock)(made)

@@ -20,7 +20,7 @@ from .. import stock
 from ..ada_modules import FusedAdaLayerNorm
 from ..groups import FusedGroupNorm
 from ..modules import FusedLayerNorm, FusedRMSNorm
-from . import channels, forwards, groups, liger, modulated, rms, source, table
+from . import channels, forwards, groups, liger, rms, source, table
 from .classes import (
     REGISTERED,
     Forward,
@@ -232,12 +232,6 @@ def kind_of(module: nn.Module) -> str:
     return next((of.kind for cls, (of, _) in _OF_PYTORCH.items() if isinstance(module, cls)), "")
 
 
-def class_with(cls: type[nn.Module], known: Known, parts: tuple[Part, ...]) -> type[nn.Module]:
-    """The subclass of cls with the forward that is known."""
-    derive = modulated.members if known.forward is modulated.derived else None
-    return made_class(cls, known, parts, derive=derive)
-
-
 def remade(
     cls: type[nn.Module], kind: str, forward: Forward, own: Forward | None
 ) -> type[nn.Module]:
@@ -253,4 +247,4 @@ def remade(
     of_source = None if found is None else sources.get(found.digest)
     if found is None or of_source is None or of_source.forward is not forward:
         return cls
-    return class_with(cls, of_source, found.parts)
+    return made_class(cls, of_source, found.parts)

@@ -181,7 +181,7 @@ def _set(module: nn.Module, known: Known, found: Found) -> None:
         set_class(module, registry.FUSED[known.forward])
     else:
         _unmark(module)
-        set_class(module, registry.class_with(cls, known, found.parts))
+        set_class(module, made_class(cls, known, found.parts))
 
 
 # What Liger binds to an instance beside parameters of its kernels.

@@ -153,7 +153,8 @@ CLASSES: dict[tuple[str, str], dict[str, Known]] = {
     }.items()
 } | {
     _by_module(f"diffusers.models.{name}"): {
-        digest: Known("layer", modulated.derived, norms) for digest in digests.split()
+        digest: Known("layer", modulated.derived, norms, modulated.members)
+        for digest in digests.split()
     }
     for norms, classes in _MODULATED.items()
     for name, digests in classes.items()
