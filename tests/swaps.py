@@ -89,7 +89,7 @@ def results(module, *inputs):
     """(the output, the gradients) for the same random dy in every call."""
     inputs = tuple(one.detach().requires_grad_() for one in inputs)
     y = module(*inputs)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16()  # in any dtype
     dy = torch.empty_like(y).copy_(dy)  # in y's order of memory, as the next layer would give it
     return y, torch.autograd.grad(y, [*inputs, *module.parameters()], dy)
 

@@ -11,7 +11,7 @@ from compiling import afresh, assert_same, recording  # noqa: F401
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fused_layernorm as fl
-from fused_layernorm.compile import rules
+from fused_layernorm.compile import choice, rules
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
@@ -125,11 +125,12 @@ ONE_EACH: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_forward_and_backward_are_one_operator_each(device, name):
-    """Also past a gate."""
+    """Also past a gate, whose forward the rules leave to Inductor on CUDA."""
     function, shapes = ONE_EACH[name]
     tensors = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    forward = [f"fused_layernorm.{name}_forward.default"]
     assert graph_targets(function, *tensors, backward=True) == [
-        [f"fused_layernorm.{name}_forward.default"],
+        [] if name == "rms_norm_gated" and device == "cuda" and choice.CHOOSES else forward,
         [f"fused_layernorm.{name}_backward.default"],
     ]
 

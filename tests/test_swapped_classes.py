@@ -142,6 +142,7 @@ RMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "diffusers_033": (__name__, "RMSNorm033", {"eps": 0.1}),
     "diffusers_030": (__name__, "RMSNorm030", {"eps": 0.1}),
     "mamba2_gated_whole": (__name__, "MambaRMSNormGated", {}),
+    "falcon_h1_squeezed": (__name__, "FalconH1RMSNormGated", {}),
     "torch": ("torch.nn", "RMSNorm", {"eps": 1e-6}),
     "torch_eps": ("torch.nn", "RMSNorm", {}),
     "torch_plain": ("torch.nn", "RMSNorm", {"elementwise_affine": False}),
@@ -356,6 +357,7 @@ def test_shapes_and_strides_of_rms_norms(case, device):
         if hasattr(norm, "n_groups"):  # FalconH1 takes two or three dimensions
             if strided.dim() == 4 and strided.numel() > 0:
                 assert compare("rms", norm, strided[0])
+                assert compare("rms", norm, strided[0, :, :1])
         elif strided.numel() > 0 or getattr(norm, "group_size", None) is None:
             assert compare("rms", norm, strided)
 
@@ -602,3 +604,41 @@ class MambaRMSNormGated(WrittenHere):
         hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
 
         return self.weight * hidden_states.to(input_dtype)
+
+
+class FalconH1RMSNormGated(WrittenHere):
+    """It also drops the sequence of a three-dimensional input whose length is one."""
+
+    def __init__(self, size, n_groups=4, norm_before_gate=True):
+        super().__init__(size)
+        self.n_groups, self.norm_before_gate = n_groups, norm_before_gate
+
+    def forward(self, hidden_states, gate=None):
+        input_dtype = hidden_states.dtype
+
+        if not self.norm_before_gate and gate is not None:
+            hidden_states = hidden_states * F.silu(gate.to(torch.float32))
+
+        if len(hidden_states.shape) == 3:
+            batch_size, seq_len, dim = hidden_states.shape
+        else:
+            batch_size, dim = hidden_states.shape
+            seq_len = 1
+        hidden_states = hidden_states.to(torch.float32)
+
+        hidden_states = hidden_states.view(
+            batch_size, seq_len, self.n_groups, int(dim // self.n_groups)
+        )
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+
+        hidden_states = self.weight.view(self.n_groups, int(dim // self.n_groups)) * hidden_states
+        hidden_states = hidden_states.view(batch_size, seq_len, dim)
+
+        if seq_len == 1:
+            hidden_states = hidden_states.squeeze(1)
+
+        if self.norm_before_gate and gate is not None:
+            hidden_states = hidden_states * F.silu(gate.to(torch.float32))
+        return hidden_states.to(input_dtype)

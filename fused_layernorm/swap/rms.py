@@ -326,6 +326,15 @@ def falcon_h1_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None
     return _gated(x, gate, weight, eps, OF_X, "silu", size, first=not self.norm_before_gate)
 
 
+def falcon_h1_gated_squeezed(
+    self: Any, hidden_states: Tensor, gate: Tensor | None = None
+) -> Tensor | None:
+    """A sequence of one token loses its dimension."""
+    if hidden_states.dim() == 3 and hidden_states.shape[1] == 1:
+        return None
+    return falcon_h1_gated(self, hidden_states, gate)
+
+
 def gemma_groups(self: Any, x: Tensor) -> Tensor | None:
     if self.group_size is None:
         return gemma(self, x)
@@ -346,6 +355,7 @@ SOURCES: dict[str, Forward] = {
     "35a4d513b3aa44c0": mamba2_gated,
     "0f4f182eb64f10d5": mamba2_gated_whole,  # before there were groups
     "90c76e9f8d19627d": falcon_h1_gated,
+    "b80440363034ddd1": falcon_h1_gated_squeezed,  # of transformers 5.17 and before
     "7ebb08f2bf238dc7": weightless,
     "eb467367c10653c2": rounded_once,
     "3d411fe6cc9e0759": weightless,
