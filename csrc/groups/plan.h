@@ -70,9 +70,8 @@ struct GroupPlan : Launch {
   GroupStrategy strategy = GroupStrategy::kTiles;
   int width = 1;  // elements that a thread moves at once
 
-  // Planes.
-  // Channels are counted in vectors or, where a block holds a group and channels begin within
-  // vectors, in elements.
+  // Planes. Channels are counted in vectors or, where a block holds a group and channels begin
+  // within vectors, in elements.
   int vector_units = 1;  // of a vector
   int64_t channel_units = 0;
   Divisor by_channel;     // divides by channel_units
