@@ -103,13 +103,21 @@ enum class Compiled { kNone, kSilu, kLeakyRelu, kAny };
 template <Compiled kActivation>
 using CompiledFor = std::integral_constant<Compiled, kActivation>;
 
-// Calls body(CompiledFor<...>) for the launch's activation. float64 is used for its digits, not its
-// speed, and has one loop.
-template <typename Acc, typename Body>
+// How many loops a kernel has: four; three, without one for LeakyReLU, where vectors are of two
+// channels; one where single elements are moved, and for float64, which is used for its digits, not
+// its speed. More made the library 2% larger.
+template <typename X, int kWidth, int kUnits = 1>
+constexpr int kActivationLoops = std::is_same_v<X, double> || kWidth == 1 ? 1
+                                 : kUnits > 1                             ? 3
+                                                                          : 4;
+// Calls body(CompiledFor<...>) for the launch's activation.
+template <int kLoops, typename Body>
 __device__ __forceinline__ void with_activation(const GroupParams& p, const Body& body) {
-  if constexpr (!std::is_same_v<Acc, double>) {
+  if constexpr (kLoops > 1) {
     if (p.activation == Activation::kSilu) return body(CompiledFor<Compiled::kSilu>());
     if (!p.activates) return body(CompiledFor<Compiled::kNone>());
+  }
+  if constexpr (kLoops > 3) {
     if (p.activation == kLeakyRelu) return body(CompiledFor<Compiled::kLeakyRelu>());
   }
   body(CompiledFor<Compiled::kAny>());
