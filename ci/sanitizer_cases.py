@@ -157,6 +157,8 @@ def group_cases():
     planes = (
         (3, 6, 50), (2, 24, 1600), (2, 8, 13_000), (2, 12, 6000), (1, 4, 110_000), (3, 4, 220_000),
         (9, 4, 220_000), (1, 2, 3_000_000), (2, 6, 10_403), (2, 6, 60_001),
+        # Channels that begin within vectors, or in the middle of them.
+        (2, 32, 49), (2, 1200, 49), (2, 6, 196), (1, 1024, 196),
     )  # fmt: skip
     last = ((2, 12, 50), (3, 320, 700), (1, 1280, 100), (2, 33, 1000), (1, 4160, 9))
     for dtype in (BF16, F32):
@@ -251,7 +253,11 @@ def layer_cases(teams_alike):
                 run_heads(cols, dtype, rotary, interleaved=interleaved)
         run_heads(128, dtype, positions=2000)
         run_heads(128, dtype, packed=False)
-    # Gated norms: logical warps, blocks, groups of columns, and rows that are read twice.
+    gated_cases()
+
+
+def gated_cases():
+    """Logical warps, blocks, groups of columns, and rows that are read twice."""
     for dtype in (BF16, F32):
         for cols, group in ((64, 0), (128, 0), (512, 0), (1024, 256), (6144, 0), (8192, 1024)):
             run_gated(cols, group, dtype)

@@ -120,6 +120,8 @@ GROUPS = [
     ((2, 512, 128, 128), 32, BF16, ("split", 8), ("split", 8)),
     ((1, 256, 512, 512), 32, F32, ("split", 128), ("split", 128)),
     ((2, 128, 259, 263), 4, BF16, ("tiles", None), ("tiles", None)),
+    ((64, 2048, 7, 7), 32, BF16, ("held", 1), ("held", 1)),
+    ((64, 768, 14, 14), 1, BF16, ("tiles", None), ("tiles", None)),
 ]
 # Rows, columns, dtype, and the strategies of the two directions.
 ROWS = [

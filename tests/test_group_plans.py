@@ -51,14 +51,17 @@ def check(p, sizes, problem):
     chip, size = DEVICES[problem["device"]], problem["dtype"].itemsize
     strategy, width, backward = p["strategy"], p["width"], problem["backward"]
     extent = channels if problem["channels_last"] else positions
-    assert width in (1, 16 // size)
-    assert width == 1 or (problem["aligned"] and extent % width == 0)
+    units = p.get("vector_units", 1)  # channels are counted in these: elements, or else vectors
+    assert width in ((1, 4, 8) if size == 2 and not problem["channels_last"] else (1, 16 // size))
+    assert units in (1, width)
+    assert width == 1 or problem["aligned"]
+    assert (extent if units == 1 else channels // groups * positions) % width == 0
     assert 32 <= p["threads"] <= 1024
     assert p["threads"] % 32 == 0
     assert 1 <= p["blocks"] <= MOST_BLOCKS
     assert p["shared_bytes"] <= chip["shared_memory"] - RESERVED
     of_group = channels // groups
-    vectors = of_group * (positions // width)
+    vectors = of_group * positions // width
     if strategy == "held":
         assert p["cluster"] == p["blocks_per_group"] in (1, 2, 8)
         assert p["blocks"] == samples * groups * p["cluster"]
@@ -108,16 +111,18 @@ def check(p, sizes, problem):
 
 
 def test_kernels_can_run_every_plan():
-    seen = set()
+    seen, widths = set(), set()
     for *sizes, problem in problems(6000):
         p = group_plan(*sizes, **problem)
         check(p, sizes, problem)
         seen.add((p["strategy"], problem["backward"], problem["channels_last"], p["cluster"]))
+        widths.add((p["strategy"], p["width"], p.get("vector_units", 1)))
     assert {(s, b, last) for s, b, last, _ in seen} == {
         *((strategy, b, False) for strategy in ("held", "split", "tiles") for b in (False, True)),
         *(("tiles", b, True) for b in (False, True)),
     }
     assert {cluster for *_, cluster in seen} == {1, 2, 8}
+    assert widths >= {("held", 8, 8), ("held", 4, 1), ("tiles", 4, 1)}
 
 
 def test_how_a_group_is_split_does_not_depend_on_the_number_of_samples():

@@ -303,6 +303,18 @@ def test_kernels_at_the_limits_of_channels(channels, vectors):
         check(of((2, 3 * channels, vectors * width), 3, dtypes, activation="silu"), "cuda")
 
 
+# Channels that begin within vectors, or in the middle of them: of groups that a block or a cluster
+# holds, or that are cut into tiles.
+@pytest.mark.gpu
+@pytest.mark.parametrize("positions", [7, 8, 9, 12, 15, 49, 196])
+@pytest.mark.parametrize("channels", [1, 2, 3, 8, 24, 600])
+def test_kernels_of_channels_that_begin_within_vectors(channels, positions):
+    for dtypes in ((BF16, None), (BF16, F32), (F16, None)):
+        c = of((2, 3 * channels, positions), 3, dtypes, activation="silu")
+        check(c, "cuda")
+    check(replace(c, modulation="both", layout="misaligned"), "cuda")
+
+
 # Columns, slices and rows of tiles of channels_last; samples around kLargeSample.
 @pytest.mark.gpu
 @pytest.mark.parametrize("channels", [1, 8, 31, 32, 256, 2040, 2048, 2056, 4104])

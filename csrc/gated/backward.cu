@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(kVecs == 1 ? kGatedBackwardWarpThreads
   constexpr int kWidth = vector_width(sizeof(X));
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ alignas(16) float scratch[2][kMaxWarps];
+  let_next_kernel_start();
   const GatedBlock block(p);
   const GatedTeam team(log2_lanes);
   const int first_col = block.first_col(p);
@@ -106,11 +107,9 @@ __global__ void __launch_bounds__(kVecs == 1 ? kGatedBackwardWarpThreads
   const RowsAhead<X, kVecs> ahead(shared);
   // Of one vector the weight stays in registers; of more, it is loaded where it is used.
   constexpr bool kKeepsWeight = kVecs == 1;
+  WeightVector<X> kept;
   float weight[kWidth];
-  const auto weight_at = [&](int k) {
-    load_weight<X>(weight, p, first_col + share.template col<kWidth>(k));
-  };
-  if (kKeepsWeight) weight_at(0);
+  if constexpr (kKeepsWeight) kept = WeightVector<X>(p, first_col + share.template col<kWidth>(0));
 
   const unsigned rows = p.rows, step = block.sets * team.teams, first = block.set * team.teams;
   // What is missing is zero, and adds zero to all sums.
@@ -147,6 +146,7 @@ __global__ void __launch_bounds__(kVecs == 1 ? kGatedBackwardWarpThreads
     fill(stage, first + stage * step);
   }
   float next_rstd = rstd_at(first);
+  if constexpr (kKeepsWeight) kept.unpack_to(weight, p);
   const float inverse_cols = p.inverse_cols.as<float>();
   const bool needs_mean = p.y != nullptr || (kGateFirst && p.dgate != nullptr);
 
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kVecs == 1 ? kGatedBackwardWarpThreads
     float g[kVecs][kWidth], sum = 0;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      if (!kKeepsWeight) weight_at(k);
+      if (!kKeepsWeight) load_weight<X>(weight, p, first_col + share.template col<kWidth>(k));
       const GatedVector<kGateFirst, X, kWidth> of(p, *ahead.at(stage, 0, k), *ahead.at(stage, 1, k),
                                                   rstd);
       float dy[kWidth], product[kWidth];
@@ -215,7 +215,6 @@ __global__ void __launch_bounds__(kVecs == 1 ? kGatedBackwardWarpThreads
     stage = stage + 1 < stages ? stage + 1 : 0;
   }
 
-  let_next_kernel_start();
   if (p.dweight == nullptr) return;
   float* const partial = partial_of<float>(p, block);
   if (!team.is_block) {
@@ -292,7 +291,7 @@ __global__ void __launch_bounds__(kLoopThreads) gated_backward_loop_kernel(const
 
 cudaError_t launch_gated_backward(const GatedParams& params, DataType x, const GatedPlan& plan,
                                   cudaStream_t stream) {
-  const cudaError_t error = dispatch_gated<true>(
+  const cudaError_t error = dispatch_gated(
       params, x, plan,
       [&](auto type, auto first, auto vecs) {
         return launch(gated_backward_kernel<decltype(type), vecs(), first()>, plan, stream,

@@ -115,16 +115,14 @@ __global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : k
     x[k] = load<Use::kOnce, kWidth>(element(x_row, col), policy);
     gate[k] = load<Use::kOnce, kWidth>(element(gate_row, col), policy);
   }
-  // Of few vectors the weight is loaded with the row; of more, where it is used.
+  // Of one vector the weight is loaded with the row; of more, where it is used.
   constexpr bool kEarly = kVecs < kGatedManyVecs;
-  float weights[kEarly ? kVecs : 1][kWidth];
-  const auto load_weight_at = [&](int k, float (&into)[kWidth]) {
-    load_weight<X>(into, p, first_col + share.template col<kWidth>(k));
+  WeightVector<X> weights[kEarly ? kVecs : 1];
+  const auto weight_at = [&](int k) {
+    return WeightVector<X>(p, first_col + share.template col<kWidth>(k));
   };
-  if constexpr (kEarly) {
 #pragma unroll
-    for (int k = 0; k < kVecs; ++k) load_weight_at(k, weights[k]);
-  }
+  for (int k = 0; kEarly && k < kVecs; ++k) weights[k] = weight_at(k);
   // With the gate in front, what is normalized takes as many registers as x and gate.
   constexpr int kKept = kGateFirst ? kVecs : 1;
   float kept[kKept][kWidth];
@@ -157,8 +155,9 @@ __global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : k
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) values[j] *= rstd;
     }
-    float (&weight)[kWidth] = weights[kEarly ? k : 0];
-    if (!kEarly) load_weight_at(k, weight);
+    if (!kEarly) weights[0] = weight_at(k);
+    float weight[kWidth];
+    weights[kEarly ? k : 0].unpack_to(weight, p);
     finish<kGateFirst>(p, values, gate[k], weight, first_col + col, at + col, policy);
   }
 }
@@ -199,7 +198,7 @@ __global__ void __launch_bounds__(kLoopThreads) gated_forward_loop_kernel(const 
 
 cudaError_t launch_gated_forward(const GatedParams& params, DataType x, const GatedPlan& plan,
                                  cudaStream_t stream) {
-  return dispatch_gated<false>(
+  return dispatch_gated(
       params, x, plan,
       [&](auto type, auto first, auto vecs) {
         return launch(gated_forward_kernel<decltype(type), vecs(), first()>, plan, stream,

@@ -46,11 +46,9 @@ struct GatedPlan : Launch {
 constexpr int kBlockTeam = 10;
 static_assert(1 << kBlockTeam == kMostBlockThreads, "no block has two teams of this size");
 
-// Vectors of a thread: few where the lanes of a warp have the group then.
+// Vectors of a thread: one where the lanes of a warp have the group then.
 constexpr int kGatedManyVecs = 4;
-constexpr int gated_few_vecs(bool backward) { return backward ? 1 : 2; }
-template <bool kBackward>
-using GatedVecs = VecsList<gated_few_vecs(kBackward), kGatedManyVecs>;
+using GatedVecs = VecsList<1, kGatedManyVecs>;
 
 // Threads of a block of logical warps, and the most of a block that is a team; in backward also the
 // threads that a multiprocessor has registers for. (Backward on an H100, of copy speed: 524288 x
@@ -77,8 +75,7 @@ inline std::optional<GatedPlan> make_gated_norm_plan(const GatedProblem& problem
   const bool is_backward = problem.backward;
   const int width = vector_width(size_of(problem.x));
   const int64_t vectors = ceil_div(problem.cols, width);
-  const int few = gated_few_vecs(is_backward);
-  plan.vecs = vectors <= kWarpThreads * few ? few : kGatedManyVecs;
+  plan.vecs = vectors <= kWarpThreads ? 1 : kGatedManyVecs;
   const int64_t of_row = ceil_div(vectors, plan.vecs);
   const bool is_warp = of_row <= kWarpThreads;
   const int most = is_backward ? kGatedBackwardBlockThreads : kGatedBlockThreads;

@@ -92,15 +92,45 @@ __device__ __forceinline__ void load_weight(Acc (&values)[kWidth], const GatedPa
   for (int j = 0; j < kWidth; ++j) values[j] += p.weight_offset.as<Acc>();
 }
 
+// weight at the columns of a vector, in pieces of 16 bytes as it lies in memory. What they are is
+// asked apart from their load, and without a weight x is loaded in its place: no branch and no wait
+// stands between the loads of a row.
+template <typename X>
+struct WeightVector {
+  static constexpr int kWidth = vector_width(sizeof(X));
+  Vec<float, 4> low = {}, high = {};  // high: of float32 beside half precision
+
+  WeightVector() = default;
+  __device__ __forceinline__ WeightVector(const GatedParams& p, int col) {
+    const bool is_wide = sizeof(X) == 2 && p.weight_is_float && p.weight != nullptr;
+    const auto* const at = static_cast<const char*>(p.weight != nullptr ? p.weight : p.x) +
+                           int64_t{col} * static_cast<int>(is_wide ? sizeof(float) : sizeof(X));
+    low = load<Use::kReadOnly, 4>(reinterpret_cast<const float*>(at));
+    if (is_wide) high = load<Use::kReadOnly, 4>(reinterpret_cast<const float*>(at) + 4);
+  }
+  // weight + weight_offset.
+  __device__ __forceinline__ void unpack_to(float (&values)[kWidth], const GatedParams& p) const {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      values[j] = p.weight == nullptr ? 1.0f : j < 4 ? low.at[j % 4] : high.at[j % 4];
+    }
+    if (sizeof(X) == 2 && p.weight != nullptr && !p.weight_is_float) {
+      unpack(values, *reinterpret_cast<const Vec<X, kWidth>*>(low.at));
+    }
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] += p.weight_offset.rounded;
+  }
+};
+
 // Calls held(X{}, gate_first, vecs) or looped(X{}, gate_first), as the plan says.
-template <bool kBackward, typename Held, typename Looped>
+template <typename Held, typename Looped>
 cudaError_t dispatch_gated(const GatedParams& params, DataType x, const GatedPlan& plan,
                            const Held& held, const Looped& looped) {
   const auto with_type = [&](auto type) {
     return dispatch_bool(params.gate_first, [&](auto first) {
       if (!plan.held) return looped(type, first);
       if constexpr (sizeof(type) <= sizeof(float)) {
-        return dispatch_vecs(GatedVecs<kBackward>{}, plan.vecs,
+        return dispatch_vecs(GatedVecs{}, plan.vecs,
                              [&](auto vecs) { return held(type, first, vecs); });
       }
       return cudaErrorInvalidValue;

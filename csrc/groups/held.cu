@@ -11,30 +11,60 @@
 namespace fused_layernorm {
 namespace {
 
-// A block's slice of a group.
+// A block's slice of a group. `kUnits`: of a vector, in which channels and offsets are counted.
+template <int kUnits>
 struct HeldSlice {
   int64_t group, sample, begin;  // begin: in elements
   int first, vectors;            // of the group
   int channel, channels;         // of the sample; those that the slice touches
-  int offset;                    // of the slice's first vector in its channel
-  int channel_vectors;
+  int offset;                    // of the slice in its first channel
+  int channel_units;
 
   __device__ __forceinline__ HeldSlice(const GroupPlan& plan, const GroupParams& p)
       : group(blockIdx.x / plan.blocks_per_group),
         sample(sample_of(p, group)),
-        channel_vectors(static_cast<int>(plan.channel_vectors)) {
-    const int all = plan.tile_channels * channel_vectors;
+        channel_units(static_cast<int>(plan.channel_units)) {
+    const int all = vectors_of_group(plan);
     first = static_cast<int>(blockIdx.x % plan.blocks_per_group) * plan.slice_vectors;
     vectors = min(plan.slice_vectors, all - first);
-    const int in_group = first / channel_vectors;
+    const int in_group = first * kUnits / channel_units;
     channel = static_cast<int>(group - sample * p.groups) * plan.tile_channels + in_group;
-    offset = first - in_group * channel_vectors;
-    channels = (offset + vectors - 1) / channel_vectors + 1;
+    offset = first * kUnits - in_group * channel_units;
+    channels = (offset + vectors * kUnits - 1) / channel_units + 1;
     begin = (group * all + first) * plan.width;
   }
-  // The channel, counted from the slice's first one, to which a vector of the slice belongs.
-  __device__ __forceinline__ int channel_of(int v, const GroupPlan& plan) const {
-    return channels > 1 ? plan.by_channel.quotient(offset + v) : 0;
+  static __device__ __forceinline__ int vectors_of_group(const GroupPlan& plan) {
+    return plan.tile_channels * static_cast<int>(plan.channel_units) / kUnits;
+  }
+};
+
+// To which channels the elements of a vector belong, counted from the slice's first one: those in
+// front of `boundary` to `head`, the others to the next.
+template <int kWidth, int kUnits>
+struct VectorChannels {
+  int head, next, boundary = kWidth;
+
+  __device__ __forceinline__ VectorChannels(int v, const HeldSlice<kUnits>& own,
+                                            const GroupPlan& plan) {
+    const int at = own.offset + v * kUnits;
+    head = own.channels > 1 ? plan.by_channel.quotient(at) : 0;
+    if constexpr (kUnits > 1) {
+      boundary = (head + 1) * own.channel_units - at;
+      next = min(head + 1, own.channels - 1);
+    }
+  }
+  // Calls set(j, number) with the number, head's or the next one's, of each element.
+  template <typename Number, typename Set>
+  __device__ __forceinline__ void each(const Number* numbers, const Set& set) const {
+    const Number of_head = numbers[head];
+    if constexpr (kUnits > 1) {
+      const Number of_next = numbers[next];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) set(j, j < boundary ? of_head : of_next);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) set(j, of_head);
+    }
   }
 };
 
@@ -82,8 +112,8 @@ class Exchange {
 };
 
 // Starts the copies of a slice to shared memory.
-template <typename X, int kWidth>
-__device__ __forceinline__ void copy_slice(X* to, const void* from, const HeldSlice& own) {
+template <typename X, int kWidth, int kUnits>
+__device__ __forceinline__ void copy_slice(X* to, const void* from, const HeldSlice<kUnits>& own) {
   const X* const at = static_cast<const X*>(from) + own.begin;
 #pragma unroll 4
   for (int v = threadIdx.x; v < own.vectors; v += blockDim.x) {
@@ -95,7 +125,7 @@ __device__ __forceinline__ void copy_slice(X* to, const void* from, const HeldSl
   }
 }
 
-template <typename X, typename Y, int kWidth>
+template <typename X, typename Y, int kWidth, int kUnits>
 __global__ void __launch_bounds__(kHeldThreads)
     group_held_kernel(const __grid_constant__ GroupPlan plan,
                       const __grid_constant__ GroupParams p) {
@@ -105,7 +135,7 @@ __global__ void __launch_bounds__(kHeldThreads)
   extern __shared__ __align__(16) unsigned char shared[];
   auto* const x = reinterpret_cast<X*>(shared);
   auto* const maps = reinterpret_cast<ChannelMap<Acc>*>(shared + plan.maps_offset);
-  const HeldSlice own(plan, p);
+  const HeldSlice<kUnits> own(plan, p);
   copy_slice<X, kWidth>(x, p.x, own);
   load_maps(maps, p, own.sample, own.channel, own.channels);
   wait_for_copies();
@@ -121,8 +151,8 @@ __global__ void __launch_bounds__(kHeldThreads)
   const Pair<Acc> found = exchange(
       Pair<Acc>{of_slice.mean, of_slice.m2}, exchanged, [&](const Pair<Acc>& part, int block) {
         // Chan, Golub and LeVeque, 1979, for all parts at once.
-        const int all = plan.tile_channels * own.channel_vectors;
-        const int vectors = min(plan.slice_vectors, all - block * plan.slice_vectors);
+        const int vectors =
+            min(plan.slice_vectors, own.vectors_of_group(plan) - block * plan.slice_vectors);
         const Acc count = block < plan.blocks_per_group ? vectors * kWidth : 0;
         const Acc about = __shfl_sync(kFullWarp, part.first, 0), delta = part.first - about;
         const Acc shift = warp_sum(count * delta) * p.inverse_count.as<Acc>();
@@ -134,15 +164,14 @@ __global__ void __launch_bounds__(kHeldThreads)
   const Acc rstd = MeanAndVariance::rstd(found.second, p.inverse_count.as<Acc>(), p.eps.as<Acc>());
   if (threadIdx.x == 0 && own.first == 0) store_group(p, own.group, Pair<Acc>{mean, rstd});
   Y* const y = static_cast<Y*>(p.y) + own.begin;
-  with_activation<Acc>(p, [&](auto activation) {
+  with_activation<kActivationLoops<X, kWidth, kUnits>>(p, [&](auto activation) {
 #pragma unroll 2
     for (int v = threadIdx.x; v < own.vectors; v += blockDim.x) {
-      const auto map = maps[own.channel_of(v, plan)];
-      const Acc factor = rstd * map.factor;
       Acc values[kWidth];
       unpack(values, load<Use::kPlain, kWidth>(x + v * kWidth));
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[j] = (values[j] - mean) * factor + map.offset;
+      VectorChannels<kWidth, kUnits>(v, own, plan).each(maps, [&](int j, const auto& map) {
+        values[j] = (values[j] - mean) * (rstd * map.factor) + map.offset;
+      });
       activate_if<Y, decltype(activation)::value>(p, values);
       store_once(element(y, v * kWidth), round_to<Y>(values));
     }
@@ -150,7 +179,7 @@ __global__ void __launch_bounds__(kHeldThreads)
   exchange.end();
 }
 
-template <typename X, typename Y, int kWidth>
+template <typename X, typename Y, int kWidth, int kUnits>
 __global__ void __launch_bounds__(kHeldThreads)
     group_held_backward_kernel(const __grid_constant__ GroupPlan plan,
                                const __grid_constant__ GroupParams p) {
@@ -163,20 +192,25 @@ __global__ void __launch_bounds__(kHeldThreads)
   auto* const pairs = reinterpret_cast<Pair<Acc>*>(shared + plan.pairs_offset);
   auto* const maps = reinterpret_cast<ChannelMap<Acc>*>(shared + plan.maps_offset);
   let_next_kernel_start();
-  const HeldSlice own(plan, p);
+  const HeldSlice<kUnits> own(plan, p);
   copy_slice<X, kWidth>(xs, p.x, own);
   copy_slice<Y, kWidth>(dys, p.dy, own);
   load_maps(maps, p, own.sample, own.channel, own.channels);
   const Pair<Acc> statistics = load_group<Acc>(p, own.group);
   wait_for_copies();
   __syncthreads();
-  // Calls body(vector, slope of its channel, gradients) for all vectors of this thread.
+  // Calls body(vector, its channels, their slopes, gradients) for all vectors of this thread.
   const auto each = [&](const auto& body) {
-    with_activation<Acc>(p, [&](auto activation) {
+    with_activation<kActivationLoops<X, kWidth, kUnits>>(p, [&](auto activation) {
 #pragma unroll 2
       for (int v = threadIdx.x; v < own.vectors; v += blockDim.x) {
-        const ChannelSlope<Acc> of(maps[own.channel_of(v, plan)], statistics.second);
-        body(v, of.slope,
+        const VectorChannels<kWidth, kUnits> channels(v, own, plan);
+        ChannelSlopes<Acc, kWidth> of;
+        channels.each(maps, [&](int j, const auto& map) {
+          of.slope[j] = map.factor * statistics.second;
+          of.offset[j] = map.offset;
+        });
+        body(v, channels, of,
              GroupGradients<Acc, kWidth>(p, load<Use::kPlain, kWidth>(xs + v * kWidth),
                                          load<Use::kPlain, kWidth>(dys + v * kWidth),
                                          statistics.first, of, activation));
@@ -189,7 +223,8 @@ __global__ void __launch_bounds__(kHeldThreads)
     sum = scaled_sums(p, sum, statistics.second);
     // A channel's parts count from the slice in which it begins.
     const int slice = own.first / plan.slice_vectors;
-    const int begins = (own.first - own.offset + c * own.channel_vectors) / plan.slice_vectors;
+    const int begins =
+        (own.first * kUnits - own.offset + c * own.channel_units) / (plan.slice_vectors * kUnits);
     pairs_at<Acc>(
         p, plan.parts_offset)[(own.sample * p.channels + own.channel + c) * plan.parts_of_channel +
                               slice - begins] = sum;
@@ -197,13 +232,21 @@ __global__ void __launch_bounds__(kHeldThreads)
   };
   if (own.channels == 1) {  // all threads add up, where otherwise one warp would
     Pair<Acc> sum;
-    each([&](int, Acc, const auto& gradients) { sum += gradients.sums(); });
+    each([&](int, const auto&, const auto&, const auto& gradients) { sum += gradients.sums(); });
     sum = team_sum(sum, BlockTeam(), scratch[0]);
     if (threadIdx.x == 0) take(0, sum);
   } else {
-    each([&](int v, Acc, const auto& gradients) { pairs[v] = gradients.sums(); });
+    // The sums of a vector over its head's elements and, at the next channel, over the others.
+    auto* const tails = reinterpret_cast<Pair<Acc>*>(maps + own.channels);
+    each([&](int v, const auto& channels, const auto&, const auto& gradients) {
+      pairs[v] = gradients.sums(0, channels.boundary);
+      if (kUnits > 1 && channels.boundary < kWidth) {
+        tails[channels.next] = gradients.sums(channels.boundary, kWidth);
+      }
+    });
     __syncthreads();
-    sum_channels(pairs, own.channels, own.channel_vectors, own.offset, own.vectors, take);
+    sum_channels<kUnits>(pairs, tails, own.channels, own.channel_units, own.offset, own.vectors,
+                         take);
   }
   Exchange exchange(plan);
   const Pair<Acc> all = exchange(
@@ -212,8 +255,8 @@ __global__ void __launch_bounds__(kHeldThreads)
       });
   const DxOfGroup<Acc> of_group(p, group_means(p, all), statistics.second);
   X* const dx = static_cast<X*>(p.y) + own.begin;
-  each([&](int v, Acc slope, const auto& gradients) {
-    store_once(element(dx, v * kWidth), of_group.template dx<X>(gradients, slope));
+  each([&](int v, const auto&, const auto& of, const auto& gradients) {
+    store_once(element(dx, v * kWidth), of_group.template dx<X>(gradients, of));
   });
   exchange.end();
 }
@@ -222,13 +265,21 @@ __global__ void __launch_bounds__(kHeldThreads)
 
 cudaError_t launch_held_groups(const GroupParams& params, const GroupTypes& types,
                                const GroupPlan& plan, cudaStream_t stream) {
-  return dispatch_group_types(types, plan.width, [&](auto x, auto y, auto width) {
+  return dispatch_group_types(types, plan.width, [&](auto x, auto y, auto width) -> cudaError_t {
     using X = decltype(x);
     using Y = decltype(y);
-    const auto kernel = types.backward ? group_held_backward_kernel<X, Y, width()>
-                                       : group_held_kernel<X, Y, width()>;
-    return plan.cluster > 1 ? launch<Start::kCluster>(kernel, plan, stream, plan, params)
-                            : launch(kernel, plan, stream, plan, params);
+    const auto with = [&](auto units) {
+      const auto kernel = types.backward ? group_held_backward_kernel<X, Y, width(), units()>
+                                         : group_held_kernel<X, Y, width(), units()>;
+      return plan.cluster > 1 ? launch<Start::kCluster>(kernel, plan, stream, plan, params)
+                              : launch(kernel, plan, stream, plan, params);
+    };
+    if (plan.vector_units == 1) return with(std::integral_constant<int, 1>());
+    if constexpr (width() == vector_width(static_cast<int>(sizeof(X))) && sizeof(X) == 2) {
+      return with(width);
+    } else {
+      return cudaErrorInvalidValue;
+    }
   });
 }
 

@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kLastThreads)
   table.take(factor, 1, thread);
   table.take(offset, 2, thread);
   Y* y = static_cast<Y*>(p.y) + thread.begin;
-  with_activation<Acc>(p, [&](auto activation) {
+  with_activation<kActivationLoops<X, kWidth>>(p, [&](auto activation) {
     each_position<kLastVecs>(
         thread,
         [&](const auto& vector) {
@@ -390,34 +390,36 @@ __global__ void __launch_bounds__(kLastThreads)
 
 cudaError_t launch_last_measure(const GroupParams& params, const GroupTypes& types,
                                 const GroupPlan& plan, cudaStream_t stream) {
-  return dispatch_group_types(types, plan.width, [&](auto x, auto y, auto width) {
-    using X = decltype(x);
-    using Y = decltype(y);
-    const int64_t numbers = int64_t{plan.columns} * plan.width * int64_t{sizeof(acc_t<X>)};
-    const int64_t pairs = 2 * plan.rows * numbers;
-    Launch tiles = plan;
-    tiles.shared_bytes = static_cast<int>(pairs + (types.backward ? 4 * numbers : 0));
-    const auto kernel =
-        types.backward ? last_sums_kernel<X, Y, width()> : last_moments_kernel<X, width()>;
-    return launch(kernel, tiles, stream, plan, params);
-  });
+  return dispatch_group_types<GroupLayout::kChannelsLast>(
+      types, plan.width, [&](auto x, auto y, auto width) {
+        using X = decltype(x);
+        using Y = decltype(y);
+        const int64_t numbers = int64_t{plan.columns} * plan.width * int64_t{sizeof(acc_t<X>)};
+        const int64_t pairs = 2 * plan.rows * numbers;
+        Launch tiles = plan;
+        tiles.shared_bytes = static_cast<int>(pairs + (types.backward ? 4 * numbers : 0));
+        const auto kernel =
+            types.backward ? last_sums_kernel<X, Y, width()> : last_moments_kernel<X, width()>;
+        return launch(kernel, tiles, stream, plan, params);
+      });
 }
 
 cudaError_t launch_last_apply(const GroupParams& params, const GroupTypes& types,
                               const GroupPlan& plan, cudaStream_t stream) {
-  return dispatch_group_types(types, plan.width, [&](auto x, auto y, auto width) {
-    using X = decltype(x);
-    using Y = decltype(y);
-    const int64_t acc = sizeof(acc_t<X>);
-    const int64_t numbers = int64_t{plan.columns} * plan.width * (types.backward ? 5 : 3);
-    Launch tiles = plan;
-    if (types.backward) tiles.blocks += param_grad_blocks(params);
-    tiles.shared_bytes =
-        static_cast<int>(std::max(acc * numbers, types.backward ? 2 * acc * plan.threads : 0));
-    const auto kernel =
-        types.backward ? last_dx_kernel<X, Y, width()> : last_apply_kernel<X, Y, width()>;
-    return launch_early(plan.starts_early, kernel, tiles, stream, plan, params);
-  });
+  return dispatch_group_types<GroupLayout::kChannelsLast>(
+      types, plan.width, [&](auto x, auto y, auto width) {
+        using X = decltype(x);
+        using Y = decltype(y);
+        const int64_t acc = sizeof(acc_t<X>);
+        const int64_t numbers = int64_t{plan.columns} * plan.width * (types.backward ? 5 : 3);
+        Launch tiles = plan;
+        if (types.backward) tiles.blocks += param_grad_blocks(params);
+        tiles.shared_bytes =
+            static_cast<int>(std::max(acc * numbers, types.backward ? 2 * acc * plan.threads : 0));
+        const auto kernel =
+            types.backward ? last_dx_kernel<X, Y, width()> : last_apply_kernel<X, Y, width()>;
+        return launch_early(plan.starts_early, kernel, tiles, stream, plan, params);
+      });
 }
 
 }  // namespace fused_layernorm

@@ -35,29 +35,31 @@ GroupLaunch launch_group_totals;
 GroupLaunch launch_held_groups, launch_split_groups, launch_group_param_grad;
 
 // Calls then(X{}, Y{}, width) for the types and the width that kernels are compiled for: of x, and
-// of y or dy.
-template <typename X, typename Y, typename Then>
+// of y or dy. Kernels over planes have half vectors of half precision, too (group_width).
+template <GroupLayout kLayout, typename X, typename Y, typename Then>
 cudaError_t dispatch_group_width(int width, const Then& then) {
-  return dispatch_width<vector_width(static_cast<int>(sizeof(X)))>(
-      width, [&](auto w) { return then(X{}, Y{}, w); });
+  constexpr int kFull = vector_width(static_cast<int>(sizeof(X)));
+  constexpr bool kHasHalf = kLayout == GroupLayout::kPlanes && sizeof(X) == 2;
+  using Widths = std::conditional_t<kHasHalf, VecsList<kFull, kFull / 2, 1>, VecsList<kFull, 1>>;
+  return dispatch_vecs(Widths{}, width, [&](auto w) { return then(X{}, Y{}, w); });
 }
-template <typename Then>
+template <GroupLayout kLayout = GroupLayout::kPlanes, typename Then>
 cudaError_t dispatch_group_types(const GroupTypes& types, int width, const Then& then) {
   const auto is = [&](DataType x, DataType y) { return types.x == x && types.y == y; };
   if (is(DataType::kFloat32, DataType::kFloat32))
-    return dispatch_group_width<float, float>(width, then);
+    return dispatch_group_width<kLayout, float, float>(width, then);
   if (is(DataType::kBFloat16, DataType::kBFloat16)) {
-    return dispatch_group_width<__nv_bfloat16, __nv_bfloat16>(width, then);
+    return dispatch_group_width<kLayout, __nv_bfloat16, __nv_bfloat16>(width, then);
   }
 #ifndef FUSED_LAYERNORM_TRIMMED
   if (is(DataType::kBFloat16, DataType::kFloat32))
-    return dispatch_group_width<__nv_bfloat16, float>(width, then);
+    return dispatch_group_width<kLayout, __nv_bfloat16, float>(width, then);
   if (is(DataType::kFloat16, DataType::kFloat16))
-    return dispatch_group_width<__half, __half>(width, then);
+    return dispatch_group_width<kLayout, __half, __half>(width, then);
   if (is(DataType::kFloat16, DataType::kFloat32))
-    return dispatch_group_width<__half, float>(width, then);
+    return dispatch_group_width<kLayout, __half, float>(width, then);
   if (is(DataType::kFloat64, DataType::kFloat64))
-    return dispatch_group_width<double, double>(width, then);
+    return dispatch_group_width<kLayout, double, double>(width, then);
 #endif
   return cudaErrorInvalidValue;
 }

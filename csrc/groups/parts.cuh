@@ -90,8 +90,8 @@ struct ChannelPartsOf {
     // Of the blocks or warps that have a piece of a channel, the first one depends on the channel.
     const bool split = plan.strategy == GroupStrategy::kSplit;
     if (split || plan.strategy == GroupStrategy::kHeld) {
-      const int length = split ? plan.pieces : static_cast<int>(plan.channel_vectors);
-      const int each = split ? plan.segments_of_warp : plan.slice_vectors;
+      const int length = split ? plan.pieces : static_cast<int>(plan.channel_units);
+      const int each = split ? plan.segments_of_warp : plan.slice_vectors * plan.vector_units;
       const int begin = channel % plan.tile_channels * length;
       count = (begin + length - 1) / each - begin / each + 1;
     }

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kTileThreads)
   __syncthreads();
   Pair<Acc> all;
   each_gradient(plan, p, tile, share, x, dy, maps, statistics,
-                [&](int v, Acc, const auto& gradients) {
+                [&](int v, const auto&, const auto& gradients) {
                   if (tile.channels > 1) {
                     pairs[v] = gradients.sums();
                   } else {
@@ -89,8 +89,9 @@ __global__ void __launch_bounds__(kTileThreads)
     if (threadIdx.x == 0) *parts = scaled_sums(p, all, statistics.second);
   } else {
     __syncthreads();
-    sum_channels(pairs, tile.channels, static_cast<int>(plan.channel_vectors), 0, tile.vectors,
-                 [&](int c, Pair<Acc> sum) { parts[c] = scaled_sums(p, sum, statistics.second); });
+    sum_channels<1, Acc>(
+        pairs, nullptr, tile.channels, static_cast<int>(plan.channel_units), 0, tile.vectors,
+        [&](int c, Pair<Acc> sum) { parts[c] = scaled_sums(p, sum, statistics.second); });
   }
   wait_for_previous_kernel();
 }
@@ -124,8 +125,8 @@ __global__ void __launch_bounds__(kTileThreads)
   __syncthreads();
   X* const dx = static_cast<X*>(p.y) + tile.begin;
   each_gradient(plan, p, tile, share, x, dy, maps, statistics,
-                [&](int v, Acc slope, const auto& gradients) {
-                  store_once(element(dx, v * kWidth), of_group.template dx<X>(gradients, slope));
+                [&](int v, const auto& of, const auto& gradients) {
+                  store_once(element(dx, v * kWidth), of_group.template dx<X>(gradients, of));
                 });
 }
 

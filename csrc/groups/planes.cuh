@@ -9,7 +9,7 @@ namespace fused_layernorm {
 
 // The vectors of a tile of planes, by its number in its group.
 __device__ __forceinline__ int vectors_of(const GroupPlan& plan, int channels_of_group, int tile) {
-  const int whole = static_cast<int>(plan.channel_vectors);
+  const int whole = static_cast<int>(plan.channel_units);
   if (plan.pieces > 1) {
     return min(plan.piece_vectors, whole - tile % plan.pieces * plan.piece_vectors);
   }
@@ -75,22 +75,26 @@ __device__ __forceinline__ void load_tile(Vec<X, kWidth> (&x)[kVecs], const void
 }
 
 // The sums of some channels over the vectors of a tile, of which pairs[v] is that of vector v; a
-// barrier must stand in front. Each channel has `of_channel` vectors, and the tile begins at the
-// first channel's vector `offset`. then(channel, sum) is called by one thread for each channel.
-template <typename Acc, typename Then>
-__device__ __forceinline__ void sum_channels(const Pair<Acc>* pairs, int channels, int of_channel,
-                                             int offset, int vectors, const Then& then) {
+// barrier must stand in front. Each channel has `of_channel` units, of which a vector has kUnits,
+// and the tile begins at the first channel's unit `offset`. Where a channel begins within a vector,
+// tails[channel] has the sum of what is its own there. then(channel, sum) is called by one thread
+// for each channel.
+template <int kUnits = 1, typename Acc, typename Then>
+__device__ __forceinline__ void sum_channels(const Pair<Acc>* pairs, const Pair<Acc>* tails,
+                                             int channels, int of_channel, int offset, int vectors,
+                                             const Then& then) {
   int lanes = 1;
-  while (lanes < kWarpSize && lanes < of_channel) lanes *= 2;
+  while (lanes < kWarpSize && lanes * kUnits < of_channel) lanes *= 2;
   const int at_once = kWarpSize / lanes, warps = blockDim.x / kWarpSize;
   const int lane = threadIdx.x % lanes, place = threadIdx.x % kWarpSize / lanes;
   for (int from = threadIdx.x / kWarpSize * at_once; from < channels; from += warps * at_once) {
-    const int c = from + place;
+    const int c = from + place, first = max(c * of_channel - offset, 0);
     Pair<Acc> sum;
     if (c < channels) {
-      const int end = min((c + 1) * of_channel - offset, vectors);
+      const int end = min(((c + 1) * of_channel - offset + kUnits - 1) / kUnits, vectors);
 #pragma unroll 4
-      for (int v = max(c * of_channel - offset, 0) + lane; v < end; v += lanes) sum += pairs[v];
+      for (int v = (first + kUnits - 1) / kUnits + lane; v < end; v += lanes) sum += pairs[v];
+      if (kUnits > 1 && lane == 0 && first % kUnits != 0) sum += tails[c];
     }
     sum = logical_warp_sum(sum, lanes);
     if (lane == 0 && c < channels) then(c, sum);
@@ -119,7 +123,7 @@ __device__ __forceinline__ void apply_tile(const GroupPlan& plan, const GroupPar
   }
 }
 
-// Calls use(vector, slope of its channel, gradients) for each vector of a thread.
+// Calls use(vector, its channel, gradients) for each vector of a thread.
 template <typename X, typename Y, int kWidth, int kVecs, typename Acc, typename Use_>
 __device__ __forceinline__ void each_gradient(const GroupPlan& plan, const GroupParams& p,
                                               const PlaneTile& tile, const Share<kVecs>& share,
@@ -127,14 +131,13 @@ __device__ __forceinline__ void each_gradient(const GroupPlan& plan, const Group
                                               const Vec<Y, kWidth> (&dy)[kVecs],
                                               const ChannelMap<Acc>* maps, Pair<Acc> statistics,
                                               const Use_& use) {
-  with_activation<Acc>(p, [&](auto activation) {
+  with_activation<kActivationLoops<X, kWidth>>(p, [&](auto activation) {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int v = share.vector(k);
       if (!share.has(k)) continue;
       const ChannelSlope<Acc> of(maps[tile.channel_of(v, plan)], statistics.second);
-      use(v, of.slope,
-          GroupGradients<Acc, kWidth>(p, x[k], dy[k], statistics.first, of, activation));
+      use(v, of, GroupGradients<Acc, kWidth>(p, x[k], dy[k], statistics.first, of, activation));
     }
   });
 }
@@ -143,7 +146,7 @@ __device__ __forceinline__ void each_gradient(const GroupPlan& plan, const Group
 // sums of the tile's vectors.
 template <typename Acc>
 int planes_shared_bytes(const GroupPlan& plan, bool of_sums) {
-  const int64_t vectors = plan.tile_channels > 1 ? plan.tile_channels * plan.channel_vectors : 0;
+  const int64_t vectors = plan.tile_channels > 1 ? plan.tile_channels * plan.channel_units : 0;
   return static_cast<int>(plan.tile_channels * sizeof(ChannelMap<Acc>) +
                           (of_sums ? vectors * sizeof(Pair<Acc>) : 0));
 }

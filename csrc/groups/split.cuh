@@ -68,7 +68,7 @@ struct SplitWarp {
   __device__ __forceinline__ int vectors_before(int chunk) const {
     const int first = min(chunk * plan.segments_of_warp, plan.tile_channels * plan.pieces);
     const int channel = first / plan.pieces;
-    return channel * static_cast<int>(plan.channel_vectors) +
+    return channel * static_cast<int>(plan.channel_units) +
            (first - channel * plan.pieces) * plan.piece_vectors;
   }
 };
@@ -79,7 +79,7 @@ __device__ __forceinline__ void list_segments(SplitState& state, const SplitWarp
   for (int i = threadIdx.x; i < kSplitWarps * plan.segments_of_warp; i += kSplitThreads) {
     const int number = own.block * kSplitWarps * plan.segments_of_warp + i;
     const int channel = number / plan.pieces, piece = number - channel * plan.pieces;
-    const int whole = static_cast<int>(plan.channel_vectors), from = piece * plan.piece_vectors;
+    const int whole = static_cast<int>(plan.channel_units), from = piece * plan.piece_vectors;
     const int warp = i / plan.segments_of_warp;
     const bool exists = channel < plan.tile_channels;
     state.segments[warp][i - warp * plan.segments_of_warp] = {

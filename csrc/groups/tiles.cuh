@@ -103,13 +103,21 @@ enum class Compiled { kNone, kSilu, kLeakyRelu, kAny };
 template <Compiled kActivation>
 using CompiledFor = std::integral_constant<Compiled, kActivation>;
 
-// Calls body(CompiledFor<...>) for the launch's activation. float64 is used for its digits, not its
-// speed, and has one loop.
-template <typename Acc, typename Body>
+// How many loops a kernel has: four; three, without one for LeakyReLU, where vectors are of two
+// channels; one where single elements are moved, and for float64, which is used for its digits, not
+// its speed. More made the library 2% larger.
+template <typename X, int kWidth, int kUnits = 1>
+constexpr int kActivationLoops = std::is_same_v<X, double> || kWidth == 1 ? 1
+                                 : kUnits > 1                             ? 3
+                                                                          : 4;
+// Calls body(CompiledFor<...>) for the launch's activation.
+template <int kLoops, typename Body>
 __device__ __forceinline__ void with_activation(const GroupParams& p, const Body& body) {
-  if constexpr (!std::is_same_v<Acc, double>) {
+  if constexpr (kLoops > 1) {
     if (p.activation == Activation::kSilu) return body(CompiledFor<Compiled::kSilu>());
     if (!p.activates) return body(CompiledFor<Compiled::kNone>());
+  }
+  if constexpr (kLoops > 3) {
     if (p.activation == kLeakyRelu) return body(CompiledFor<Compiled::kLeakyRelu>());
   }
   body(CompiledFor<Compiled::kAny>());
@@ -215,6 +223,16 @@ struct ChannelSlope {
       : slope(map.factor * rstd), offset(map.offset) {}
   __device__ __forceinline__ ChannelSlope(Acc its_slope, Acc its_offset)
       : slope(its_slope), offset(its_offset) {}
+  __device__ __forceinline__ Acc slope_at(int) const { return slope; }
+  __device__ __forceinline__ Acc offset_at(int) const { return offset; }
+};
+// The same for the elements of a vector, which may be of two channels.
+template <typename Acc, int kWidth>
+struct ChannelSlopes {
+  Acc slope[kWidth], offset[kWidth];
+
+  __device__ __forceinline__ Acc slope_at(int j) const { return slope[j]; }
+  __device__ __forceinline__ Acc offset_at(int j) const { return offset[j]; }
 };
 
 // d = x - mean, and dz, the gradient at the output of the affine map but for the factor `scale`.
@@ -222,26 +240,28 @@ template <typename Acc, int kWidth>
 struct GroupGradients {
   Acc d[kWidth], dz[kWidth];
 
-  template <typename X, typename Y, typename Activation_ = CompiledFor<Compiled::kAny>>
+  template <typename X, typename Y, typename Slopes,
+            typename Activation_ = CompiledFor<Compiled::kAny>>
   __device__ __forceinline__ GroupGradients(const GroupParams& p, const Vec<X, kWidth>& x,
-                                            const Vec<Y, kWidth>& dy, Acc mean,
-                                            const ChannelSlope<Acc>& of, Activation_ = {}) {
+                                            const Vec<Y, kWidth>& dy, Acc mean, const Slopes& of,
+                                            Activation_ = {}) {
     unpack(d, x);
     unpack(dz, dy);
     Acc z[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       d[j] -= mean;
-      z[j] = d[j] * of.slope + of.offset;
+      z[j] = d[j] * of.slope_at(j) + of.offset_at(j);
     }
     undo_activation<Y, Activation_::value>(p, dz, z);
   }
-  // The sums of dz and of dz d, but for the factor `scale`.
-  __device__ __forceinline__ Pair<Acc> sums() const {
+  // The sums of dz and of dz d, but for the factor `scale`, over some elements.
+  __device__ __forceinline__ Pair<Acc> sums(int begin = 0, int end = kWidth) const {
     Pair<Acc> low, high;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       Pair<Acc>& chain = j % 2 == 0 ? low : high;
+      if (j < begin || j >= end) continue;
       chain.first += dz[j];
       chain.second += dz[j] * d[j];
     }
@@ -264,13 +284,13 @@ struct DxOfGroup {
 
   __device__ __forceinline__ DxOfGroup(const GroupParams& p, Pair<Acc> means, Acc rstd)
       : scale(p.scale.as<Acc>()), by_d(-rstd * rstd * means.second), alone(-rstd * means.first) {}
-  template <typename X, int kWidth>
+  template <typename X, int kWidth, typename Slopes>
   __device__ __forceinline__ Vec<X, kWidth> dx(const GroupGradients<Acc, kWidth>& gradients,
-                                               Acc slope) const {
-    const Acc by_dz = slope * scale;
+                                               const Slopes& of) const {
     Acc values[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
+      const Acc by_dz = of.slope_at(j) * scale;
       values[j] = gradients.dz[j] * by_dz + (gradients.d[j] * by_d + alone);
     }
     return round_to<X>(values);

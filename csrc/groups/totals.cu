@@ -60,7 +60,8 @@ cudaError_t launch_group_param_grad(const GroupParams& params, const GroupTypes&
     const int64_t parts = params.samples * plan.parts_of_channel;
     channels.threads =
         kWarpSize * static_cast<int>(std::min<int64_t>(kMaxWarps, ceil_div(parts, 4)));
-    return launch(group_param_grad_kernel<decltype(acc)>, channels, stream, plan, params);
+    return launch_early(plan.starts_early, group_param_grad_kernel<decltype(acc)>, channels, stream,
+                        plan, params);
   });
 }
 

@@ -22,12 +22,15 @@ constexpr int64_t kSplitBackwardElements = 75 << 10;
 // blocks meet (1 x 128 x 1024 x 1024 by 4 segments 258, by 2 218; backward no fewer fit).
 constexpr int kMostSegments = 2, kMostBackwardSegments = 4;
 
-// channels_last. The bytes of x in a tile, of samples of fewer bytes and of more (2 x 1280 x 32 x
-// 32 by 32 KB 17.3, by 64 KB 20.8; 2 x 320 x 128 x 128 38.7, 31.6; backward, by 48 and 96
-// KB 26.2, 35.2; 53.6, 49.6). A sample has at the most so many tiles.
+// channels_last. The bytes of x in a tile, of samples of fewer bytes and of more, before they are
+// rounded up to whole loads of all threads (2 x 320 x 64 x 64 by 9 positions a thread 15.2, by 12
+// 12.9; 2 x 2560 x 32 x 32 by 6 28.4, by 8 18.7; 2 x 640 x 64 x 64 by 12 21.5, by 16 19.5; 8 x 1280
+// x 32 x 32 by 12 38.0, by 16 30.3; 2 x 320 x 128 x 128 by 32 KB 38.7, by 64 KB 31.6; backward, 2 x
+// 640 x 64 x 64 by 9 positions 37.9, by 12 29.2, and 2 x 320 x 128 x 128 by 48 KB 53.6, by 96 KB
+// 49.6). A sample has at the most so many tiles (1 x 128 x 1024 x 1024 by 512 327, by 1024 308).
 constexpr int64_t kLargeSample = 8 << 20;
-constexpr int64_t kLastTileBytes = 32 << 10, kLargeLastTileBytes = 64 << 10;
-constexpr int64_t kBackwardLastTileBytes = 48 << 10, kLargeBackwardLastTileBytes = 96 << 10;
+constexpr int64_t kLastTileBytes = 32 << 10, kLargeLastTileBytes = 60 << 10;
+constexpr int64_t kBackwardLastTileBytes = 40 << 10, kLargeBackwardLastTileBytes = 90 << 10;
 constexpr int64_t kMostLastTiles = 1024;
 
 }  // namespace fused_layernorm::groups
