@@ -2,9 +2,6 @@
 // The launches of which a call of GroupNorm consists, and the types that their kernels have.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "base/launch.cuh"
 #include "groups/plan.h"
 #include "norm/types.cuh"
@@ -34,34 +31,24 @@ GroupLaunch launch_group_totals;
 // gradients of parameters.
 GroupLaunch launch_held_groups, launch_split_groups, launch_group_param_grad;
 
-// Calls then(X{}, Y{}, width) for the types and the width that kernels are compiled for: of x, and
-// of y or dy. Kernels over planes have half vectors of half precision, too (group_width).
-template <GroupLayout kLayout, typename X, typename Y, typename Then>
-cudaError_t dispatch_group_width(int width, const Then& then) {
-  constexpr int kFull = vector_width(static_cast<int>(sizeof(X)));
-  constexpr bool kHasHalf = kLayout == GroupLayout::kPlanes && sizeof(X) == 2;
-  using Widths = std::conditional_t<kHasHalf, VecsList<kFull, kFull / 2, 1>, VecsList<kFull, 1>>;
-  return dispatch_vecs(Widths{}, width, [&](auto w) { return then(X{}, Y{}, w); });
-}
+// Calls then(X{}, Y{}, width) for the types, of x and of y or dy, and the width that kernels are
+// compiled for: kTypesWithKernels has each once with a weight of y's type. Kernels over planes have
+// half vectors of half precision, too (plan.cpp's group_width).
 template <GroupLayout kLayout = GroupLayout::kPlanes, typename Then>
 cudaError_t dispatch_group_types(const GroupTypes& types, int width, const Then& then) {
-  const auto is = [&](DataType x, DataType y) { return types.x == x && types.y == y; };
-  if (is(DataType::kFloat32, DataType::kFloat32))
-    return dispatch_group_width<kLayout, float, float>(width, then);
-  if (is(DataType::kBFloat16, DataType::kBFloat16)) {
-    return dispatch_group_width<kLayout, __nv_bfloat16, __nv_bfloat16>(width, then);
-  }
-#ifndef FUSED_LAYERNORM_TRIMMED
-  if (is(DataType::kBFloat16, DataType::kFloat32))
-    return dispatch_group_width<kLayout, __nv_bfloat16, float>(width, then);
-  if (is(DataType::kFloat16, DataType::kFloat16))
-    return dispatch_group_width<kLayout, __half, __half>(width, then);
-  if (is(DataType::kFloat16, DataType::kFloat32))
-    return dispatch_group_width<kLayout, __half, float>(width, then);
-  if (is(DataType::kFloat64, DataType::kFloat64))
-    return dispatch_group_width<kLayout, double, double>(width, then);
-#endif
-  return cudaErrorInvalidValue;
+  return dispatch_types({types.x, types.y, types.y}, [&](auto t) -> cudaError_t {
+    using T = decltype(t);
+    using X = typename T::X;
+    using Y = typename T::Y;
+    constexpr int kFull = kVectorWidth<T>;
+    constexpr bool kHasHalf = kLayout == GroupLayout::kPlanes && sizeof(X) == 2;
+    using Widths = std::conditional_t<kHasHalf, VecsList<kFull, kFull / 2, 1>, VecsList<kFull, 1>>;
+    if constexpr (std::is_same_v<typename T::W, Y>) {
+      return dispatch_vecs(Widths{}, width, [&](auto w) { return then(X{}, Y{}, w); });
+    } else {
+      return cudaErrorInvalidValue;
+    }
+  });
 }
 
 }  // namespace fused_layernorm
