@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiling import afresh, assert_same, recording  # noqa: F401
+from numerics import covering
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fused_layernorm as fl
@@ -19,7 +20,7 @@ F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float6
 pytestmark = pytest.mark.usefixtures("afresh")
 
 
-@pytest.fixture(params=["chosen", "as they are"])
+@pytest.fixture
 def rules_on_cpu(request, monkeypatch):
     """Compiled calls choose between operators as on a GPU, or keep the operator as on the CPU."""
     if request.param == "chosen":
@@ -47,10 +48,12 @@ class Block(torch.nn.Module):
         return y + residual
 
 
-@pytest.mark.usefixtures("rules_on_cpu")
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_training(device, backend, dynamic):
+@pytest.mark.parametrize(
+    ("rules_on_cpu", "backend", "dynamic"),
+    covering(["chosen", "as they are"], ["aot_eager", "inductor"], [False, True]),
+    indirect=["rules_on_cpu"],
+)
+def test_training(device, rules_on_cpu, backend, dynamic):
     block = Block().to(device)
     compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=dynamic)
     for size in (3, 5) if dynamic else (3,):
