@@ -71,8 +71,11 @@ struct GroupPlan : Launch {
   int width = 1;  // elements that a thread moves at once
 
   // Planes.
-  int64_t channel_vectors = 0;
-  Divisor by_channel;     // divides by channel_vectors
+  // Channels are counted in vectors or, where a block holds a group and channels begin within
+  // vectors, in elements.
+  int vector_units = 1;  // of a vector
+  int64_t channel_units = 0;
+  Divisor by_channel;     // divides by channel_units
   int tile_channels = 1;  // channels of a tile; of a group, where blocks hold or share groups
   // Pieces of a channel, of which each tile has one, or a warp of the blocks that share a group
   // some.
