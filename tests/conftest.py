@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tests' shared fixtures: devices, forced kernel strategies, poisoned memory."""
 
+import functools
 import gc
 import inspect
 import itertools
@@ -27,7 +28,12 @@ def uses_cuda(item):
     callspec = getattr(item, "callspec", None)
     if callspec is not None and "cuda" in map(str, callspec.params.values()):
         return True
-    source = inspect.getsource(item.function).partition("def ")[2]  # without the decorators
+    return says_cuda(item.function)
+
+
+@functools.cache  # of a function with many parameters the source is read once
+def says_cuda(function):
+    source = inspect.getsource(function).partition("def ")[2]  # without the decorators
     return MAKES_CUDA.search(source) is not None and "FakeTensorMode" not in source
 
 
@@ -87,6 +93,13 @@ def device(request):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _guards_are_not_timed():
+    """To time a graph's guards Dynamo empties the processor's caches, 35 ms each time."""
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        vars(guards)["profile_guard_manager"] = lambda *arguments: 0.0
 
 
 @pytest.fixture(autouse=True)

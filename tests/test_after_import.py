@@ -108,20 +108,17 @@ def test_an_error_becomes_a_warning(package):
 
 
 def test_the_rules_of_dtensor_come_after_a_look():
-    """They were lost to one find_spec before the import."""
+    """They were lost to one find_spec before the import, which is not the package's own."""
     source = """
 import importlib.util, sys
 import fused_layernorm
 from fused_layernorm.integrations import after_import
-finder = after_import._finder
-waiting = finder.waiting.get("torch.distributed.tensor")
-if waiting is None:
-    assert "torch.distributed.tensor" in sys.modules
-else:
-    seen = []
-    waiting.append(lambda: seen.append(1))
-    assert importlib.util.find_spec("torch.distributed.tensor") is not None
-    import torch.distributed.tensor
-    assert seen == [1]
+assert "torch.distributed.tensor" not in sys.modules
+seen = []
+after_import._finder.waiting["torch.distributed.tensor"].append(lambda: seen.append(1))
+assert importlib.util.find_spec("torch.distributed.tensor") is not None
+import torch.distributed.tensor as dtensor
+assert seen == [1]
+assert "fused" not in type(dtensor.__loader__).__module__
 """
-    subprocess.run([sys.executable, "-c", source], check=True)
+    subprocess.run([sys.executable, "-W", "error", "-c", source], check=True)

@@ -2,7 +2,6 @@
 """Of every norm derivatives of every order and mode, and transforms; what autograd saves."""
 
 import contextlib
-import itertools
 from typing import Any, cast
 
 import forms
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forms import ALL_NAMES, NAMES, ROWS, TAKE_ACTIVATIONS
-from numerics import ACTIVATIONS
+from numerics import ACTIVATIONS, covering
 from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.autograd.graph import save_on_cpu
@@ -90,8 +89,8 @@ def test_gradcheck_of_one_output(device, kind, output):
 
 
 def some(count):
-    """Which of so many tensors are meant: every choice of one or more."""
-    return [mask for mask in itertools.product((True, False), repeat=count) if any(mask)]
+    """Which of so many tensors are meant: one or more, and every choice of three meets."""
+    return [mask for mask in covering(*[(True, False)] * count, strength=3) if any(mask)]
 
 
 def options_of(kind, **others):
@@ -435,6 +434,24 @@ def test_saved_tensors_pass_through_hooks(device):
     with save_on_cpu():
         total = norm()
     assert torch.equal(torch.autograd.grad(total, x)[0], gradient)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_what_is_saved_of_modulated_norms(device, gated):
+    """Of input's size only the norm's input is saved, and with a gate the tensor it multiplies."""
+    x, residual = torch.randn(2, 3, 50, 64, device=device)
+    gate, shift, scale = torch.randn(3, 3, 1, 64, device=device)
+    for tensor in (x, residual, gate, shift, scale):
+        tensor.requires_grad_()
+
+    def large(tensors):
+        return {tensor.data_ptr() for tensor in tensors if tensor.numel() >= x.numel()}
+
+    outputs: list[torch.Tensor] = []
+    given = (x, residual, gate if gated else None, shift, scale)
+    saved = forms.saved_by(lambda: outputs.extend(fl.add_ada_layer_norm(*given)))
+    assert large(saved) == large((outputs[1], x) if gated else outputs[1:])
+    assert large(forms.saved_by(lambda: fl.ada_layer_norm(x, shift, scale))) == large([x])
 
 
 NORMS = {

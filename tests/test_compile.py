@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiling import afresh, assert_same, recording  # noqa: F401
+from numerics import covering
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fused_layernorm as fl
@@ -19,7 +20,7 @@ F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float6
 pytestmark = pytest.mark.usefixtures("afresh")
 
 
-@pytest.fixture(params=["chosen", "as they are"])
+@pytest.fixture
 def rules_on_cpu(request, monkeypatch):
     """Compiled calls choose between operators as on a GPU, or keep the operator as on the CPU."""
     if request.param == "chosen":
@@ -47,10 +48,12 @@ class Block(torch.nn.Module):
         return y + residual
 
 
-@pytest.mark.usefixtures("rules_on_cpu")
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_training(device, backend, dynamic):
+@pytest.mark.parametrize(
+    ("rules_on_cpu", "backend", "dynamic"),
+    covering(["chosen", "as they are"], ["aot_eager", "inductor"], [False, True]),
+    indirect=["rules_on_cpu"],
+)
+def test_training(device, rules_on_cpu, backend, dynamic):
     block = Block().to(device)
     compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=dynamic)
     for size in (3, 5) if dynamic else (3,):
@@ -119,7 +122,9 @@ ONE_EACH: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
         lambda *t: torch.stack(fl.add_ada_layer_norm(*t)), [(2, n, 8) for n in (3, 3, 1, 1, 1)]
     ),
     "group_norm": (lambda x: fl.group_norm(x, 2, activation="silu"), [(2, 8, 5)]),
-    "rms_norm_gated": (fl.rms_norm_gated, [(3, 8), (3, 8)]),
+    "rms_norm_gated": (
+        lambda *t: fl.rms_norm_gated(*t, gate_first=True, group_size=4), [(3, 8), (3, 8), (8,)]
+    ),
 }  # fmt: skip
 
 
@@ -133,6 +138,24 @@ def test_forward_and_backward_are_one_operator_each(device, name):
         [] if name == "rms_norm_gated" and device == "cuda" and choice.CHOOSES else forward,
         [f"fused_layernorm.{name}_backward.default"],
     ]
+
+
+# With the arguments that make a layer norm an RMSNorm.
+RMS: dict[str, Any] = {"weight_offset": 1.0, "round_before_weight": True}
+ADD_RMS = (lambda *t: torch.stack(fl.add_rms_norm(*t, **RMS)), [(3, 8), (3, 8), (8,)])
+
+
+@pytest.mark.parametrize("call", [ADD_RMS, *ONE_EACH.values()], ids=["add_rms_norm", *ONE_EACH])
+def test_decompositions_know_every_family(call):
+    class Call(torch.nn.Module):
+        def forward(self, *tensors):
+            return function(*tensors)
+
+    function, shapes = call
+    tensors = tuple(torch.randn(shape) for shape in shapes)
+    program = torch.export.export(Call(), tensors).run_decompositions(fl.decompositions())
+    assert not any("fused_layernorm" in str(node.target) for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(*tensors), function(*tensors))
 
 
 @pytest.mark.skipif(

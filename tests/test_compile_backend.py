@@ -674,8 +674,10 @@ DIFFUSION = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", DIFFUSION)
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [*((make, torch.bfloat16) for make in DIFFUSION), (tiny_diffusers.dit, torch.float32)],
+)
 def test_diffusion_transformers(device, make, dtype, monkeypatch):
     """Every norm of these models is replaced, and every layer norm fused with all around it.
 

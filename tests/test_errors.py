@@ -17,6 +17,7 @@ import numerics
 import pytest
 import torch
 import torch.nn.functional as F
+from numerics import covering
 
 import fused_layernorm as fl
 from fused_layernorm import ada_layer_norm, add_layer_norm, calls, layer_norm
@@ -359,15 +360,11 @@ def test_types_are_those_of_pytorch(error, sentence, wrong):
         assert issubclass(error, TypeError) == issubclass(stock, TypeError)
 
 
-def every_argument(wanted=lambda what: True, but=()):
-    """Each function with each of its tensors."""
-    found = [
-        (name, what)
-        for name, tensors in TENSORS.items()
-        for what in tensors
-        if wanted(what) and name not in but
-    ]
-    return pytest.mark.parametrize(("name", "what"), found)
+def every_argument(wanted=lambda what: True, **others):
+    """Each function with each of its tensors, and with the elements of other dimensions."""
+    found = [(name, what) for name, tensors in TENSORS.items() for what in tensors if wanted(what)]
+    every = [(*one, *rest) for one, *rest in covering(found, *others.values())]
+    return pytest.mark.parametrize(("name", "what", *others), every)
 
 
 AFFINE = {"weight": W, "bias": W}
@@ -422,8 +419,7 @@ def test_tensors_in_the_place_of_numbers(device, call, name, compiled):
         call(x, t)
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-@every_argument(lambda what: what not in ("input", "q"))
+@every_argument(lambda what: what not in ("input", "q"), requires_grad=[False, True])
 def test_another_device(device, name, what, requires_grad):
     given = ones(name, device, requires_grad)
     there = ["cpu"] if device == "cuda" else ["cuda:0"] * torch.cuda.is_available()
@@ -460,9 +456,7 @@ def test_sparse_weight(device):
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's, of prototypes
-@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])
-@pytest.mark.parametrize("kind", LAYOUTS)
-@every_argument(lambda what: what != "weight")
+@every_argument(lambda what: what != "weight", kind=[*LAYOUTS], requires_grad=[False, True])
 def test_layouts(device, name, what, kind, requires_grad):
     given = {**ones(name, device, requires_grad), what: LAYOUTS[kind](device)}
     with pytest.raises(NotImplementedError) as caught:
@@ -567,6 +561,14 @@ OF_GATES: list[tuple[str, Any, str]] = [
     ("gate", ((2, 8), F32), "gate must broadcast to the shape of the input"),
     ("input", ((4, 9), F32), "must have the shape of the input"),
 ]
+OF_GROUPS_OF_COLUMNS: list[tuple[str, Any, str]] = [
+    ("gate", ((8,), F32), "gate must have the shape of the input"),
+    ("weight", ((4,), F32), "weight must have the shape of the normalized dimensions"),
+    ("gate_activation", "tanh", "gate_activation must be 'silu' or 'sigmoid', got 'tanh'"),
+    ("group_size", 3, "group_size must be at least one and divide the last dimension"),
+    ("group_size", -1, "group_size must be at least one and divide the last dimension"),
+    ("weight_offset", math.inf, "weight_offset must be a finite number"),
+]
 REFUSED: dict[str, list[tuple[str, Any, str]]] = {
     "layer_norm_backward": [
         *OF_NORMS,
@@ -601,15 +603,10 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
          "'leaky_relu', got 'tanh'"),
     ],
     "rms_norm_gated_backward": [
+        *OF_GROUPS_OF_COLUMNS,
         ("dy", ((4, 1), F32), "dy must have the shape of the input"),
-        ("gate", ((8,), F32), "gate must have the shape of the input"),
         ("rstd", ((4, 1), F32), "rstd must be that of the forward pass"),
-        ("weight", ((4,), F32), "weight must have the shape of the normalized dimensions"),
         ("bias", None, "a gradient is asked for of a parameter that is not there"),
-        ("gate_activation", "tanh", "gate_activation must be 'silu' or 'sigmoid', got 'tanh'"),
-        ("group_size", 3, "group_size must be at least one and divide the last dimension"),
-        ("group_size", -1, "group_size must be at least one and divide the last dimension"),
-        ("weight_offset", math.inf, "weight_offset must be a finite number"),
     ],
 }  # fmt: skip
 # The shapes and values of right arguments, by name; all other tensors are of (8,).
@@ -625,12 +622,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qk_norm_rope_backward": {"statistic": "rms"},
     "group_norm_backward": dict.fromkeys(("shift", "scale"), (4, 8))
     | {"mean": (4, 2), "rstd": (4, 2)},
+    "rms_norm_gated": {"gate": (4, 8)},
     "rms_norm_gated_backward": {"gate": (4, 8), "rstd": (4, 2)},
 }
 
 
-def backward_arguments(overload, device):
-    """Right arguments of a backward operator, by the names of its schema."""
+def right_arguments(overload, device):
+    """Right arguments of an operator, by the names of its schema."""
     right = RIGHT | OTHERS.get(overload._opname, {})
     found: dict[str, Any] = {}
     for argument in overload._schema.arguments:
@@ -652,13 +650,29 @@ def test_backward_operators_refuse(device, operator, what, value, sentence):
     """What would otherwise be read out of bounds, or as something else, on every device, also
     where no gradient is asked for. Autograd never calls them so."""
     overload = getattr(torch.ops.fused_layernorm, operator).default
-    given = backward_arguments(overload, device)
+    given = right_arguments(overload, device)
     overload(*given.values())
     given |= numerics.made({what: value}, device)
     for needs in (True, False) if value is not None else (True,):
         asked = dict.fromkeys((name for name in given if name.startswith("needs_")), needs)
         with pytest.raises((RuntimeError, ValueError), match=re.escape(sentence)):
             overload(*{**given, **asked}.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("what", "value", "sentence"),
+    [
+        *OF_GROUPS_OF_COLUMNS,
+        ("eps", math.nan, "eps must be a number"),
+        ("gate", torch.ones(4, 8), "gate must be on the input's device"),
+    ],
+)
+def test_the_forward_operator_of_gates_refuses(what, value, sentence):
+    overload = torch.ops.fused_layernorm.rms_norm_gated.default
+    given = right_arguments(overload, "cuda") | numerics.made({what: value}, "cuda")
+    with pytest.raises((RuntimeError, NotImplementedError, ValueError), match=re.escape(sentence)):
+        overload(*given.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
@@ -670,7 +684,7 @@ def test_backward_operators_refuse(device, operator, what, value, sentence):
 )
 def test_backward_operators_refuse_other_dtypes(operator, what, dtype):
     overload = getattr(torch.ops.fused_layernorm, operator).default
-    given = backward_arguments(overload, "cpu")
+    given = right_arguments(overload, "cpu")
     given[what] = given[what].to(dtype)
     named = "the gradient of a result" if what == "dq_out" else what
     sentence = f"expected {named} of dtype {FLOATS}, got {str(dtype).removeprefix('torch.')}"
@@ -682,7 +696,7 @@ def test_backward_operators_refuse_other_dtypes(operator, what, dtype):
 def test_dy_of_another_dtype_on_every_device(device):
     """CUDA's sentence names no tensor."""
     overload = torch.ops.fused_layernorm.layer_norm_backward.default
-    given = backward_arguments(overload, device)
+    given = right_arguments(overload, device)
     given["dy"] = given["dy"].int()
     with pytest.raises(RuntimeError, match=r"(?i)float32, float16, bfloat16 or float64, got int"):
         overload(*given.values())

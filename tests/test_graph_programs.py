@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from fused_layernorm.compile import graph_pass, rules
 
-PROGRAMS = 80
+PROGRAMS = 50
 D = 8
 
 # x and z are drawn from the tensors so far, m and n from the modulations.

@@ -140,8 +140,7 @@ class Block(nn.Module):
         return x + self.conv(F.silu(self.norm(x)))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("channels_last", "dynamic"), [(False, False), (True, True)])
 def test_inductor_feeds_the_operator_in_any_order(channels_last, dynamic):
     """Its convolutions may be in channels_last, in a contiguous model too: nothing is copied."""
     torch.manual_seed(0)
