@@ -8,9 +8,8 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from .ops import composite, formulas, gated, groups, head_formulas, heads
-from .ops.family import Family
-from .ops.operators import implementations
+from .ops import head_formulas, heads
+from .ops.family import FAMILIES, GRADIENTS, Family
 
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
@@ -26,13 +25,12 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     ``torch.export.default_decompositions()`` with this one.
     """
     return {
-        **implementations(formulas.forward, composite.backward, formulas.gate_backward),
+        **{one: decomposed for of in FAMILIES for one, decomposed in _of(of).items()},
+        **GRADIENTS,
         heads.qk_norm_rope: lambda *args: head_formulas.by_formula(
             head_formulas.HeadArguments(*args)
         ),
         heads.qk_norm_rope_backward: head_formulas.backward_by_formula,
-        **_of(groups.FAMILY),
-        **_of(gated.FAMILY),
     }
 
 
@@ -41,7 +39,6 @@ def _of(family: Family) -> dict[OpOverload, Callable[..., Any]]:
         return family.formula(family.Call(*args))
 
     return {
-        family.plain: lambda *args: forward(*args)[0],
+        family.plain: lambda *args: family.without_statistics(forward(*args)),
         family.forward: forward,
-        family.backward: family.gradients,
     }

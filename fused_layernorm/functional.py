@@ -68,7 +68,7 @@ def layer_norm(
     """
     is_bare = not _is_compiling() and activation is None and out_dtype is None and dim is None
     if is_bare and type(scale) is float and scale == 1.0:
-        y = plain(False, input, normalized_shape, weight, bias, eps)
+        y = plain("layer", input, normalized_shape, weight, bias, eps)
         if y is not None:
             return y
     a = describe(
@@ -132,7 +132,7 @@ def rms_norm(
     is_bare = is_bare and bias is None and group_size is None and not round_before_weight
     is_bare = is_bare and type(scale) is float and type(weight_offset) is float
     if is_bare and scale == 1.0 and weight_offset == 0.0:
-        y = plain(True, input, normalized_shape, weight, None, eps)
+        y = plain("rms", input, normalized_shape, weight, None, eps)
         if y is not None:
             return y
     default = None if group_size is None else 1

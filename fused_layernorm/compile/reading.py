@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from ..ops import aten_forward, load
+from ..ops import load
 from ..ops.arguments import DTYPES, HALF, rms_eps
-from ..ops.operators import LAYER_NORM
+from ..ops.aten_forward import VARIANTS
 
 aten = torch.ops.aten
 
@@ -270,7 +270,7 @@ def _fused_rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: Any) ->
     return _norm("_fused_rms_norm", len(normalized_shape), input, weight, None, eps)
 
 
-@reads(load.layer_norm, aten_forward.aten_variant(LAYER_NORM).overload)
+@reads(load.layer_norm, VARIANTS[load.layer_norm])
 def _fused_layer_norm(
     input: Any,
     normalized_ndim: int,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import arguments, formulas, load
 from .formulas import acc_dtype, activate, activate_backward, affine, modulate, shifted, to
-from .operators import Arguments, BackwardArguments, Gradients, Results, implementations
+from .operators import Arguments, BackwardArguments, Gradients, Results
 
 _aten = torch.ops.aten
 
@@ -87,8 +87,6 @@ def _takes_half(x: Tensor, normalized_shape: torch.Size) -> bool:
 def backward(b: BackwardArguments) -> Gradients:
     """What the backward operators give."""
     arguments.check_backward(b)
-    if not any(b.needs):
-        return Gradients()
     # As the kernels do, this takes statistics of any shape that has one for each row.
     of_rows = (*b.x.shape[: b.x.dim() - b.normalized_ndim], *(1,) * b.normalized_ndim)
     if b.rstd.shape != of_rows or b.mean.shape != of_rows:
@@ -111,7 +109,7 @@ def backward(b: BackwardArguments) -> Gradients:
     if b.scale is not None:
         dz = dz * (1 + b.scale.to(acc))
 
-    needs = (b.needs.dx, b.needs.dweight, b.needs.dbias)
+    needs = (b.needs_dx, b.needs_dweight, b.needs_dbias)
     if not any(needs):
         return Gradients(dshift=dshift, dscale=dscale)
     if b.is_rms or (b.keeps_order and not b.x.is_contiguous()):
@@ -120,9 +118,9 @@ def backward(b: BackwardArguments) -> Gradients:
             dx = formulas.laid_out(dx, b.x, b.keeps_order)
         return Gradients(dx, dshift, dscale, dweight, dbias)
     # A parameter that is not there has no gradient in PyTorch's operator: ones stand for it.
-    if b.needs.dweight and weight is None:
+    if b.needs_dweight and weight is None:
         weight = centered.new_ones(b.normalized_shape)
-    if b.needs.dbias and bias is None:
+    if b.needs_dbias and bias is None:
         bias = centered.new_ones(b.normalized_shape)
     dx, dweight, dbias = _aten.native_layer_norm_backward(
         dz.contiguous(),
@@ -141,20 +139,14 @@ def backward(b: BackwardArguments) -> Gradients:
     return Gradients(dx, dshift, dscale, to(dweight, dtype), to(dbias, dtype))
 
 
-def _checked_forward(a: Arguments) -> Results:
+def checked_forward(a: Arguments) -> Results:
     arguments.check(a)
     _warn_of_cuda(a.input)
     return forward(a)
 
 
-def _gate_backward(
+def gate_backward(
     dresidual_out: Tensor, input: Tensor, gate: Tensor, needs_dinput: bool, needs_dgate: bool
 ) -> tuple[Tensor, Tensor]:
     arguments.check_gate_backward(dresidual_out, input, gate)
     return formulas.gate_backward(dresidual_out, input, gate, needs_dinput, needs_dgate)
-
-
-for _overload, _implementation in implementations(
-    _checked_forward, backward, _gate_backward
-).items():
-    load.library.impl(_overload._opname, _implementation, "CompositeExplicitAutograd")

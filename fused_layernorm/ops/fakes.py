@@ -9,7 +9,7 @@ from torch._prims_common import compute_elementwise_output_strides
 
 from . import arguments
 from .formulas import acc_dtype
-from .operators import Arguments, BackwardArguments, Gradients, Results, implementations
+from .operators import Arguments, BackwardArguments, Gradients, Results
 
 
 def _like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
@@ -19,7 +19,7 @@ def _like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
     return x.new_empty_strided(x.shape, compute_elementwise_output_strides(x), dtype=dtype)
 
 
-def _forward(a: Arguments) -> Results:
+def forward(a: Arguments) -> Results:
     arguments.check(a)
     x = a.input
     leading = x.shape[: x.dim() - a.normalized_ndim]
@@ -34,7 +34,7 @@ def _forward(a: Arguments) -> Results:
 
 
 # Backward's arguments are not checked: compiled autograd traces it with gradients of other shapes.
-def _backward(b: BackwardArguments) -> Gradients:
+def backward(b: BackwardArguments) -> Gradients:
     def like(tensor: Tensor | None, needed: bool) -> Tensor | None:
         return tensor.new_empty(tensor.shape) if needed and tensor is not None else None
 
@@ -42,22 +42,18 @@ def _backward(b: BackwardArguments) -> Gradients:
         return b.x.new_empty(b.normalized_shape, dtype=b.parameter_dtype) if needed else None
 
     return Gradients(
-        _like(b.x, b.x.dtype, b.keeps_order) if b.needs.dx else None,
-        like(b.shift, b.needs.dshift),
-        like(b.scale, b.needs.dscale),
-        parameter(b.needs.dweight),
-        parameter(b.needs.dbias),
+        _like(b.x, b.x.dtype, b.keeps_order) if b.needs_dx else None,
+        like(b.shift, b.needs_dshift),
+        like(b.scale, b.needs_dscale),
+        parameter(b.needs_dweight),
+        parameter(b.needs_dbias),
     )
 
 
-def _gate_backward(
+def gate_backward(
     dresidual_out: Tensor, input: Tensor, gate: Tensor, needs_dinput: bool, needs_dgate: bool
 ) -> tuple[Tensor, Tensor]:
     return (
         input.new_empty(input.shape if needs_dinput else (0,)),
         gate.new_empty(gate.shape if needs_dgate else (0,)),
     )
-
-
-for _overload, _implementation in implementations(_forward, _backward, _gate_backward).items():
-    torch.library.register_fake(_overload, _implementation)

@@ -189,14 +189,14 @@ def of_affine(
     """dx, dweight and dbias, those that are needed, from the gradient of z = affine(xhat)."""
     dx = dweight = dbias = None
     leading = tuple(range(sum_from, b.x.dim() - b.normalized_ndim))
-    if b.needs.dx:
+    if b.needs_dx:
         g = dz if weight is None else dz * weight
         dx = project(g, xhat, rstd, b.normalized_ndim, b.is_rms)
         dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype)
-    if b.needs.dweight:
+    if b.needs_dweight:
         dweight = dz * xhat
         dweight = (dweight.sum(leading) if leading else dweight).to(b.parameter_dtype)
-    if b.needs.dbias:
+    if b.needs_dbias:
         dbias = (dz.sum(leading) if leading else dz.clone()).to(b.parameter_dtype)
     return dx, dweight, dbias
 
@@ -226,9 +226,9 @@ def modulation_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dshift = sum dy and dscale = sum dy * z, if needed, from dy in the arithmetic's dtype."""
     dshift = dscale = None
-    if b.needs.dshift and b.shift is not None:
+    if b.needs_dshift and b.shift is not None:
         dshift = sum_to(dy, b.shift.shape).to(b.shift.dtype)
-    if b.needs.dscale and b.scale is not None:
+    if b.needs_dscale and b.scale is not None:
         dscale = sum_to(dy * z(), b.scale.shape).to(b.scale.dtype)
     return dshift, dscale
 

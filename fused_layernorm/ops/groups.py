@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import arguments, composite, fakes, formulas, load
 from .arguments import HALF, refuse
-from .family import Family, implement
+from .family import Family, implement_family
 from .formulas import acc_dtype, activate, activate_backward, affine, laid_out, modulate
 
 _aten = torch.ops.aten
@@ -300,12 +300,10 @@ def _check_backward(b: Any) -> None:
 FAMILY = Family(
     "group_norm",
     GroupArguments,
-    BackwardArguments,
     check,
     formula,
-    gradients,
-    2,
+    load.operators.group_norm_backward.default,
+    least_ndim=2,
     folds=True,
-    keeps_order=True,
 )
-implement(FAMILY, composite_forward, composite_backward, _fake)
+implement_family(FAMILY, composite_forward, composite_backward, _fake, gradients, keeps_order=True)

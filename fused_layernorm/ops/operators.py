@@ -4,10 +4,10 @@
 Every operator computes LayerNorm, or RMSNorm with statistic="rms". ada_layer_norm adds a modulation
 to layer_norm. The `add_` operator of each adds a residual (beside a modulation also a gate), and
 the `_forward` operator of each of these four also gives the statistics that backward needs. An
-implementation (composite, fake, vmap rule, autograd) is written once, from `Arguments` to
-`Results`; `Operator` knows how the operators lay these out. In the same way `BackwardOperator` goes
-with `BackwardArguments` and `Gradients`. add_ada_layer_norm_backward does the work of two calls in
-turn, and is built from implementations of the called operators by `gated_backward`.
+implementation (composite, fake, vmap rule) is written once, from `Arguments` to `Results`;
+`Operator` knows how the operators lay these out. In the same way `BackwardOperator` goes with
+`BackwardArguments` and `Gradients`. add_ada_layer_norm_backward does the work of two calls in turn,
+and is built from implementations of the called operators by `gated_backward`.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class _Laid:
         self.overload = overload
         self.name = overload._opname  # without the namespace, as torch.library takes it
         self.fields = _fields_of(overload)
-        self._read = attrgetter(*(name.replace("needs_", "needs.") for name in self.fields))
+        self._read = attrgetter(*self.fields)
 
     def lay_out(self, call: Any) -> tuple[Any, ...]:
         """The reverse of `arguments`."""
@@ -240,16 +240,6 @@ def operator_of(a: Arguments, *, gives_statistics: bool = False) -> Operator:
     return _BY_FLAGS[a.residual is not None, gives_statistics, a.is_modulated]
 
 
-class Needs(NamedTuple):
-    """Which gradients a backward operator is asked for."""
-
-    dx: bool = False
-    dshift: bool = False
-    dscale: bool = False
-    dweight: bool = False
-    dbias: bool = False
-
-
 class Gradients(NamedTuple):
     """What the backward operators give; None stands for a gradient that is not needed."""
 
@@ -278,7 +268,11 @@ class BackwardArguments(NamedTuple):
     statistic: str = "layer"
     weight_offset: float = 0.0
     keeps_order: bool = False
-    needs: Needs = Needs()  # of the schema's needs_dx and others
+    needs_dx: bool = False
+    needs_dshift: bool = False
+    needs_dscale: bool = False
+    needs_dweight: bool = False
+    needs_dbias: bool = False
 
     @property
     def is_rms(self) -> bool:
@@ -311,13 +305,10 @@ class BackwardOperator(_Laid):
         super().__init__(overload)
         # The names of the gradients that the operator gives; needs_dx says if dx is asked for.
         self.gradients = [g for g in Gradients._fields if f"needs_{g}" in self.fields]
-        self._needs = [f"needs_{gradient}" for gradient in self.gradients]
 
     def arguments(self, *args: Any) -> BackwardArguments:
         """The operator's arguments by name; the last ones may be absent."""
-        named = dict(zip(self.fields, args, strict=False))
-        needs = dict(zip(self.gradients, map(named.pop, self._needs), strict=True))
-        return BackwardArguments(**named, needs=Needs(**needs))
+        return BackwardArguments(**dict(zip(self.fields, args, strict=False)))
 
     def outputs(self, b: BackwardArguments, found: Gradients) -> tuple[Tensor, ...]:
         """The gradients that the operator gives, with an empty tensor for each that is None."""
@@ -331,7 +322,7 @@ class BackwardOperator(_Laid):
     def results(self, b: BackwardArguments, outputs: Sequence[Tensor]) -> Gradients:
         """The reverse of `outputs`."""
         named = dict(zip(self.gradients, outputs, strict=True))
-        return Gradients(**{name: named[name] for name in named if getattr(b.needs, name)})
+        return Gradients(**{name: named[name] for name in named if getattr(b, f"needs_{name}")})
 
     def implemented_by(
         self, implementation: Callable[[BackwardArguments], Gradients]
@@ -349,11 +340,6 @@ class BackwardOperator(_Laid):
 LAYER_NORM_BACKWARD = BackwardOperator(load.layer_norm_backward)
 ADA_LAYER_NORM_BACKWARD = BackwardOperator(load.ada_layer_norm_backward)
 BACKWARD = (LAYER_NORM_BACKWARD, ADA_LAYER_NORM_BACKWARD)
-
-
-def backward_of(shift: Tensor | None, scale: Tensor | None) -> BackwardOperator:
-    """The backward operator of a norm with this modulation."""
-    return LAYER_NORM_BACKWARD if shift is None and scale is None else ADA_LAYER_NORM_BACKWARD
 
 
 _GatedBackward = load.call_of(load.add_ada_layer_norm_backward)
@@ -386,20 +372,3 @@ def gated_backward(
         return (dx if g.needs_dx else g.x.new_empty((0,)), *of_gate, *gradients)
 
     return add_ada_layer_norm_backward
-
-
-def implementations(
-    forward: Callable[[Arguments], Results],
-    backward: Callable[[BackwardArguments], Gradients],
-    gate_backward: Callable[..., Any],
-) -> dict[OpOverload, Callable[..., Any]]:
-    """Every operator of norms, by its overload, as these three implement it."""
-    ada_layer_norm_backward = ADA_LAYER_NORM_BACKWARD.implemented_by(backward)
-    return {
-        **{operator.overload: operator.implemented_by(forward) for operator in FORWARD},
-        **{operator.overload: operator.implemented_by(backward) for operator in BACKWARD},
-        load.add_ada_layer_norm_backward: gated_backward(
-            ada_layer_norm_backward, gate_backward, checks=True
-        ),
-        load.gate_backward: gate_backward,
-    }
