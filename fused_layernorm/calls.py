@@ -26,7 +26,6 @@ from .ops.operators import (
     LAYER_NORM,
     Arguments,
     Operator,
-    describe,
 )
 
 is_compiling = torch.compiler.is_dynamo_compiling
@@ -111,7 +110,7 @@ def _is_refusal(
         else:
             ndim = normalized_ndim(input, weight, bias, over)
             eps = arguments.rms_eps(eps, input) if norm == "rms" else eps
-            a = describe(input, weight=weight, bias=bias, normalized_ndim=ndim, eps=eps)
+            a = Arguments(input, weight=weight, bias=bias, normalized_ndim=ndim, eps=eps)
             arguments.check(a._replace(statistic=norm))
     except Exception:
         return True

@@ -24,21 +24,15 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     Other operators are left as they are. To decompose to core ATen, ``update`` the table of
     ``torch.export.default_decompositions()`` with this one.
     """
+
+    def formula(of: Family) -> Callable[..., Any]:
+        return lambda *args: of.formula(of.Call(*args))
+
     return {
-        **{one: decomposed for of in FAMILIES for one, decomposed in _of(of).items()},
+        **{one: found for of in FAMILIES for one, found in of.both(formula(of)).items()},
         **GRADIENTS,
         heads.qk_norm_rope: lambda *args: head_formulas.by_formula(
             head_formulas.HeadArguments(*args)
         ),
         heads.qk_norm_rope_backward: head_formulas.backward_by_formula,
-    }
-
-
-def _of(family: Family) -> dict[OpOverload, Callable[..., Any]]:
-    def forward(*args: Any) -> Any:
-        return family.formula(family.Call(*args))
-
-    return {
-        family.plain: lambda *args: family.without_statistics(forward(*args)),
-        family.forward: forward,
     }

@@ -15,7 +15,7 @@ from .calls import normalized_ndim, plain, run
 from .gated import norm_in_groups
 from .ops import arguments
 from .ops.arguments import rms_eps
-from .ops.operators import describe
+from .ops.operators import Arguments
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -71,7 +71,7 @@ def layer_norm(
         y = plain("layer", input, normalized_shape, weight, bias, eps)
         if y is not None:
             return y
-    a = describe(
+    a = Arguments(
         input,
         weight=weight,
         bias=bias,
@@ -136,7 +136,7 @@ def rms_norm(
         if y is not None:
             return y
     default = None if group_size is None else 1
-    a = describe(
+    a = Arguments(
         input,
         weight=weight,
         bias=bias,
@@ -184,7 +184,7 @@ def add_layer_norm(
     """
     if residual is None:
         arguments.check_tensor("residual", residual)
-    a = describe(
+    a = Arguments(
         input,
         residual,
         gate,
@@ -221,7 +221,7 @@ def add_rms_norm(
     """
     if residual is None:
         arguments.check_tensor("residual", residual)
-    a = describe(
+    a = Arguments(
         input,
         residual,
         gate,
@@ -278,7 +278,7 @@ def ada_layer_norm(
         A tensor of input's shape, contiguous on CUDA.
     """
     ndim = normalized_ndim(input, weight, bias, normalized_shape, default=1)
-    a = describe(
+    a = Arguments(
         input,
         shift=shift,
         scale=scale,
@@ -325,7 +325,7 @@ def add_ada_layer_norm(
     if residual is None:
         arguments.check_tensor("residual", residual)
     ndim = normalized_ndim(input, weight, bias, normalized_shape, default=1)
-    a = describe(
+    a = Arguments(
         input,
         residual,
         gate,

@@ -146,7 +146,7 @@ def _in_onnx(a: GroupArguments) -> Tensor:
     acc = a.input.dtype if a.is_plain and len(dtypes) == 1 else formulas.acc_dtype(a.input.dtype)
     weight, bias = formulas.to(a.weight, acc), formulas.to(a.bias, acc)
     z = torch.group_norm(a.input.to(acc), a.num_groups, weight, bias, a.eps)
-    return groups.epilogue(a, groups.modulated(a, z))
+    return groups.epilogue(a, z)
 
 
 def as_pytorch_reads(x: Tensor) -> Tensor:
@@ -166,9 +166,7 @@ class FusedGroupNorm(nn.GroupNorm):
 
     Args:
         num_groups, num_channels, eps, affine, device, dtype, bias: as nn.GroupNorm's.
-        activation: None, ``"gelu"``, ``"gelu_tanh"``, ``"silu"``, ``"relu"`` or ``"leaky_relu"``.
-        scale: a finite number that multiplies the result.
-        out_dtype: the result's dtype; by default what nn.GroupNorm gives.
+        activation, scale, out_dtype: as :class:`FusedLayerNorm`'s, and ``"leaky_relu"``.
     """
 
     # Attributes that torch.jit.script compiles as constants.

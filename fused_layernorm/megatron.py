@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import calls, modules
-from .ops.operators import describe
+from .ops.operators import Arguments
 
 _STATISTICS = {"LayerNorm": "layer", "RMSNorm": "rms"}
 
@@ -90,7 +90,7 @@ class _Slot(nn.Module):
             y = calls.plain(statistic, input, shape, weight, bias, norm.eps)
             if y is not None:
                 return y
-        a = describe(
+        a = Arguments(
             input,
             weight=weight,
             bias=bias,

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..ops import load
 from ..ops.arguments import DTYPES, HALF, name_of
-from ..ops.operators import Arguments, describe, values
+from ..ops.operators import Arguments, values
 from . import autocast
 from .effects import Effects
 from .patterns import Viewed
@@ -117,7 +117,7 @@ def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
             f"beside an input of {name_of(dtype_of(input))}"
         )
     nodes: Any = {"residual": residual, "gate": gate, "shift": shift, "scale": scale}
-    return describe(
+    return Arguments(
         input,
         **nodes,
         weight=weight,
@@ -355,18 +355,17 @@ def _order(site: Site) -> list[int] | None:
     if site.residual is not None or site.is_modulated or not site.has_rows:
         return None
     leading = value.dim() - site.normalized_ndim
-    strides = [_hint(stride) for stride in value.stride()[:leading]]
+    # A size, or the number that a symbolic size had in the example; None if it had none.
+    strides: list[Any] = [
+        stride.node.hint if isinstance(stride, torch.SymInt) else stride
+        for stride in value.stride()[:leading]
+    ]
     if None in strides:
         return None
     counted = [i for i in range(leading) if not are_equal([value.shape[i]], [1])]
     if counted == sorted(counted, key=lambda i: -strides[i]):
         return None
     return [*sorted(range(leading), key=lambda i: -strides[i]), *range(leading, value.dim())]
-
-
-def _hint(size: Any) -> Any:
-    """A size, or the number that a symbolic size had in the example; None if it had none."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 # The kernels of a norm alone read channels where they lie, unless a block cannot hold a sector of

@@ -12,7 +12,7 @@ from .formulas import acc_dtype
 from .operators import Arguments, BackwardArguments, Gradients, Results
 
 
-def _like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
+def like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
     if not keeps_order:
         return x.new_empty(x.shape, dtype=dtype)
     # A fake torch.empty_like loses the strides of dimensions of size 1, which the real one keeps.
@@ -26,7 +26,7 @@ def forward(a: Arguments) -> Results:
     ones = [1] * a.normalized_ndim
     acc = acc_dtype(a.x_dtype)
     return Results(
-        _like(x, a.y_dtype, a.keeps_order),
+        like(x, a.y_dtype, a.keeps_order),
         None if a.residual is None else x.new_empty(x.shape, dtype=a.residual.dtype),
         x.new_empty((0,) if a.is_rms else (*leading, *ones), dtype=acc),
         x.new_empty((*leading, *ones), dtype=acc),
@@ -35,25 +35,16 @@ def forward(a: Arguments) -> Results:
 
 # Backward's arguments are not checked: compiled autograd traces it with gradients of other shapes.
 def backward(b: BackwardArguments) -> Gradients:
-    def like(tensor: Tensor | None, needed: bool) -> Tensor | None:
+    def of(tensor: Tensor | None, needed: bool) -> Tensor | None:
         return tensor.new_empty(tensor.shape) if needed and tensor is not None else None
 
     def parameter(needed: bool) -> Tensor | None:
         return b.x.new_empty(b.normalized_shape, dtype=b.parameter_dtype) if needed else None
 
     return Gradients(
-        _like(b.x, b.x.dtype, b.keeps_order) if b.needs_dx else None,
-        like(b.shift, b.needs_dshift),
-        like(b.scale, b.needs_dscale),
+        like(b.x, b.x.dtype, b.keeps_order) if b.needs_dx else None,
+        of(b.shift, b.needs_dshift),
+        of(b.scale, b.needs_dscale),
         parameter(b.needs_dweight),
         parameter(b.needs_dbias),
-    )
-
-
-def gate_backward(
-    dresidual_out: Tensor, input: Tensor, gate: Tensor, needs_dinput: bool, needs_dgate: bool
-) -> tuple[Tensor, Tensor]:
-    return (
-        input.new_empty(input.shape if needs_dinput else (0,)),
-        gate.new_empty(gate.shape if needs_dgate else (0,)),
     )

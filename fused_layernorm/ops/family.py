@@ -30,7 +30,7 @@ from .autograd import (
     redispatch,
 )
 from .formulas import results
-from .operators import describe
+from .operators import Arguments
 from .vmap import one_by_one, to_front
 
 Outputs = tuple[Tensor, ...]
@@ -68,6 +68,14 @@ class Family:
     def without_statistics(self, found: Outputs) -> Any:
         """What NAME gives, of what NAME_forward gives."""
         return found[:-2] if len(found) > 3 else found[0]
+
+    def both(self, implementation: Callable[..., Any]) -> dict[OpOverload, Callable[..., Any]]:
+        """NAME and NAME_forward, of an implementation of the latter."""
+
+        def plain(*args: Any) -> Any:
+            return self.without_statistics(implementation(*args))
+
+        return {self.plain: plain, self.forward: implementation}
 
 
 FAMILIES: list[Family] = []
@@ -189,7 +197,7 @@ def under_autocast(family: Family, operator: OpOverload) -> Callable[..., Any]:
         named = {name: getattr(a, name, None) for name in (*_CAST, *gate)}
         given: Any = {name: one for name, one in named.items() if isinstance(one, Tensor)}
         statistic = getattr(a, "statistic", family.statistic)
-        norm = describe(a.input, out_dtype=a.out_dtype, statistic=statistic, **given)
+        norm = Arguments(a.input, out_dtype=a.out_dtype, statistic=statistic, **given)
         with torch._C._ExcludeDispatchKeyGuard(autocast.KEYSET):
             of = autocast.under_autocast(norm)
             cast = {name: getattr(of, name) for name in given}
@@ -218,41 +226,39 @@ def _batched(family: Family, call: Any, dims: Any, size: int) -> Any:
     return call._replace(**tensors)
 
 
+def _unbatched(family: Family, found: Any, size: int) -> Any:
+    """The results of a rule; an empty one, as RMSNorm's mean, has no batch yet."""
+
+    def at_front(t: Tensor) -> Tensor:
+        if t.shape == (0,):
+            return t.expand(size, 0)
+        return t.unflatten(0, (size, -1)) if family.folds else t
+
+    if isinstance(found, Tensor):
+        return at_front(found), 0
+    return tuple(map(at_front, found)), (0,) * len(found)
+
+
 def _vmap(family: Family, operator: OpOverload) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         a, dims, size = family.Call(*args), family.Call(*in_dims), info.batch_size
         ndim = a.input.dim() - (dims.input is not None)
         if dims.weight is not None or dims.bias is not None or ndim < family.least_ndim:
             return one_by_one(operator, info, in_dims, *args)
-        found = operator(*_batched(family, a, dims, size))
-        if isinstance(found, Tensor):
-            return (found.unflatten(0, (size, -1)) if family.folds else found), 0
-        outputs = tuple(
-            t.expand(size, 0)
-            if t.shape == (0,)  # RMSNorm's mean
-            else t.unflatten(0, (size, -1))
-            if family.folds
-            else t
-            for t in found
-        )
-        return outputs, (0,) * len(outputs)
+        return _unbatched(family, operator(*_batched(family, a, dims, size)), size)
 
     return rule
 
 
 def _vmap_backward(family: Family) -> Callable[..., Any]:
+    Call = load.call_of(family.backward)
+
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
-        Call = load.call_of(family.backward)
         b, dims, size = Call(*args), Call(*in_dims), info.batch_size
         batched = dims.weight is not None or dims.bias is not None
         if batched or b.needs_dweight or b.needs_dbias:
             return one_by_one(family.backward, info, in_dims, *args)
-        found = family.backward(*_batched(family, b, dims, size))
-        outputs = tuple(
-            t.expand(size, 0) if not needed else t.unflatten(0, (size, -1)) if family.folds else t
-            for t, needed in zip(found, b.needs, strict=True)
-        )
-        return outputs, (0,) * len(outputs)
+        return _unbatched(family, family.backward(*_batched(family, b, dims, size)), size)
 
     return rule
 
@@ -273,6 +279,27 @@ def implement(
         torch.library.register_vmap(operator, vmap)
 
 
+def fake_backward(operator: OpOverload, keeps_order: bool = False) -> Callable[..., Outputs]:
+    """A backward operator without data, whose arguments are not checked: compiled autograd traces
+    it with gradients of other shapes.
+
+    keeps_order: whether dx has the strides of torch.empty_like(x).
+    """
+    Call = load.call_of(operator)
+
+    def fake(*args: Any) -> Outputs:
+        b = Call(*args)
+        found = [
+            None
+            if tensor is None or not needed
+            else fakes.like(tensor, tensor.dtype, keeps_order and tensor is b.x)
+            for tensor, needed in zip(b.differentiated, b.needs, strict=True)
+        ]
+        return results(found, b.differentiated, b[0])
+
+    return fake
+
+
 def implement_family(
     family: Family,
     forward: Callable[..., Outputs],
@@ -281,29 +308,14 @@ def implement_family(
     gradients: Callable[..., Outputs],
     keeps_order: bool = False,
 ) -> None:
-    """The same for both operators of a family and for its backward operator.
-
-    keeps_order: whether dx has the strides of torch.empty_like(x).
-    """
-
-    def fake_backward(*args: Any) -> Outputs:
-        b = load.call_of(family.backward)(*args)  # not checked, as with norms
-        found = [
-            None
-            if tensor is None or not needed
-            else fakes._like(tensor, tensor.dtype, keeps_order and tensor is b.x)
-            for tensor, needed in zip(b.differentiated, b.needs, strict=True)
-        ]
-        return results(found, b.differentiated, b.x)
-
-    def first(implementation: Callable[..., Outputs]) -> Callable[..., Tensor]:
-        return lambda *args: implementation(*args)[0]
-
+    """The same for both operators of a family and for its backward operator."""
     FAMILIES.append(family)
     GRADIENTS[family.backward] = gradients
-    implement(family.plain, first(forward), first(fake), _vmap(family, family.plain))
-    implement(family.forward, forward, fake, _vmap(family, family.forward))
-    implement(family.backward, backward, fake_backward, _vmap_backward(family))
+    of_backward = fake_backward(family.backward, keeps_order)
+    fakes_of = family.both(fake)
+    for operator, implementation in family.both(forward).items():
+        implement(operator, implementation, fakes_of[operator], _vmap(family, operator))
+    implement(family.backward, backward, of_backward, _vmap_backward(family))
 
 
 def register(beside_library: bool) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import arguments, composite, fakes, formulas, load, vmap
 from .autograd import in_forward_mode, needs_grad, redispatch
-from .family import AUTOGRAD, FAMILIES, GRADIENTS, Family, implement, tensors_of
+from .family import AUTOGRAD, FAMILIES, GRADIENTS, Family, fake_backward, implement, tensors_of
 from .operators import (
     ADA_LAYER_NORM_BACKWARD,
     BACKWARD,
@@ -61,7 +61,8 @@ for _backward in BACKWARD:
         vmap.backward_rule(_backward),
     )
 GRADIENTS[load.gate_backward] = formulas.gate_backward
-implement(load.gate_backward, composite.gate_backward, fakes.gate_backward, vmap.gate_backward_rule)
+_fake_gate = fake_backward(load.gate_backward)
+implement(load.gate_backward, composite.gate_backward, _fake_gate, vmap.gate_backward_rule)
 _ada = ADA_LAYER_NORM_BACKWARD.implemented_by
 GRADIENTS[load.add_ada_layer_norm_backward] = gated_backward(
     _ada(formulas.backward), formulas.gate_backward
@@ -69,7 +70,7 @@ GRADIENTS[load.add_ada_layer_norm_backward] = gated_backward(
 implement(
     load.add_ada_layer_norm_backward,
     gated_backward(_ada(composite.backward), composite.gate_backward, checks=True),
-    gated_backward(_ada(fakes.backward), fakes.gate_backward),
+    gated_backward(_ada(fakes.backward), _fake_gate),
     None,
 )
 # Under vmap, and where the gradients are to be differentiated, it makes the two calls whose work it

@@ -13,6 +13,7 @@ and is built from implementations of the called operators by `gated_backward`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -23,44 +24,44 @@ from torch._ops import OpOverload
 from . import load
 
 
+@dataclass(slots=True, eq=False)
 class Arguments:
-    """One call of a norm: what a function describes once, by `describe`, and all layers below read.
+    """One call of a norm: what a function describes once, and all layers below read.
 
     The fields are the arguments of the forward operators' schemas (csrc/call/schemas.h), by
     name; what an operator does not take has its default. (layer_norm's number `scale` is
     output_scale here, because `scale` is that of a modulation.) An argument that is added to a
-    schema, here and to `describe` reaches every implementation.
+    schema and here reaches every implementation.
 
-    A record with slots is made, read and freed in half the time of a NamedTuple, whose _fields and
+    A record with slots is read and freed in half the time of a NamedTuple, whose _fields and
     _replace it has.
     """
 
     input: Tensor
-    residual: Tensor | None
-    gate: Tensor | None
-    shift: Tensor | None
-    scale: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    normalized_ndim: int
-    eps: float
-    activation: str | None
-    output_scale: float
-    out_dtype: torch.dtype | None
-    statistic: str
-    weight_offset: float
-    round_before_weight: bool
-    keeps_order: bool  # y has the strides of torch.empty_like(input)
+    residual: Tensor | None = None
+    gate: Tensor | None = None
+    shift: Tensor | None = None
+    scale: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    normalized_ndim: int = 1
+    eps: float = 1e-5
+    activation: str | None = None
+    output_scale: float = 1.0
+    out_dtype: torch.dtype | None = None
+    statistic: str = "layer"
+    weight_offset: float = 0.0
+    round_before_weight: bool = False
+    keeps_order: bool = False  # y has the strides of torch.empty_like(input)
     # The one dimension to normalize over, in place of the last ones. The operators do not know it:
     # calls.py moves it to the end of a view, and lets them keep its order.
-    dim: int | None
+    dim: int | None = None
 
     _fields = tuple(__annotations__)
-    __slots__ = _fields
 
     def _replace(self, **changes: Any) -> Arguments:
         given = {name: getattr(self, name) for name in self._fields}
-        return describe(**{**given, **changes})
+        return Arguments(**{**given, **changes})
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -97,47 +98,6 @@ class Arguments:
 
 
 TENSORS = ("input", "residual", "gate", "shift", "scale", "weight", "bias")
-
-
-def describe(
-    input: Tensor,
-    residual: Tensor | None = None,
-    gate: Tensor | None = None,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    normalized_ndim: int = 1,
-    eps: float = 1e-5,
-    activation: str | None = None,
-    output_scale: float = 1.0,
-    out_dtype: torch.dtype | None = None,
-    statistic: str = "layer",
-    weight_offset: float = 0.0,
-    round_before_weight: bool = False,
-    keeps_order: bool = False,
-    dim: int | None = None,
-) -> Arguments:
-    """The description of a call. (Python calls a function in half the time of a class.)"""
-    a = Arguments()
-    a.input = input
-    a.residual = residual
-    a.gate = gate
-    a.shift = shift
-    a.scale = scale
-    a.weight = weight
-    a.bias = bias
-    a.normalized_ndim = normalized_ndim
-    a.eps = eps
-    a.activation = activation
-    a.output_scale = output_scale
-    a.out_dtype = out_dtype
-    a.statistic = statistic
-    a.weight_offset = weight_offset
-    a.round_before_weight = round_before_weight
-    a.keeps_order = keeps_order
-    a.dim = dim
-    return a
 
 
 # The fields of a description, in their order.
@@ -189,7 +149,7 @@ class Operator(_Laid):
 
     def arguments(self, *args: Any) -> Arguments:
         """The operator's arguments by name; the last ones may be absent."""
-        return describe(**dict(zip(self.fields, args, strict=False)))
+        return Arguments(**dict(zip(self.fields, args, strict=False)))
 
     def outputs(self, r: Results) -> Any:
         """The results that the operator gives: a tensor or a tuple of tensors."""
@@ -212,26 +172,12 @@ class Operator(_Laid):
         return implemented
 
 
-LAYER_NORM = Operator(load.layer_norm)
-LAYER_NORM_FORWARD = Operator(load.layer_norm_forward)
-ADD_LAYER_NORM = Operator(load.add_layer_norm)
-ADD_LAYER_NORM_FORWARD = Operator(load.add_layer_norm_forward)
-ADA_LAYER_NORM = Operator(load.ada_layer_norm)
-ADA_LAYER_NORM_FORWARD = Operator(load.ada_layer_norm_forward)
-ADD_ADA_LAYER_NORM = Operator(load.add_ada_layer_norm)
-ADD_ADA_LAYER_NORM_FORWARD = Operator(load.add_ada_layer_norm_forward)
-FORWARD = (
-    LAYER_NORM,
-    LAYER_NORM_FORWARD,
-    ADD_LAYER_NORM,
-    ADD_LAYER_NORM_FORWARD,
-    ADA_LAYER_NORM,
-    ADA_LAYER_NORM_FORWARD,
-    ADD_ADA_LAYER_NORM,
-    ADD_ADA_LAYER_NORM_FORWARD,
+FORWARD = tuple(
+    Operator(getattr(load.operators, name + suffix).default)
+    for name in ("layer_norm", "add_layer_norm", "ada_layer_norm", "add_ada_layer_norm")
+    for suffix in ("", "_forward")
 )
-
-
+LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM = FORWARD[::2]
 _BY_FLAGS = {(one.has_residual, one.gives_statistics, one.is_modulated): one for one in FORWARD}
 
 

@@ -22,7 +22,6 @@ from .operators import (
     Gradients,
     Operator,
     Results,
-    describe,
     operator_of,
 )
 
@@ -105,7 +104,7 @@ def _with_parameters_of_samples(
 ) -> Results:
     acc = acc_dtype(a.x_dtype)
     # The norm and the sum before it alone.
-    plain = describe(
+    plain = Arguments(
         a.input,
         a.residual,
         a.gate,
