@@ -82,7 +82,9 @@ def _run_graph(graph: Graph, settings: Settings) -> list[Row]:
         effects = Effects(graph)
         _join(graph, effects)
         if settings.deterministic or not settings.with_inductor:
-            _take_back(graph)
+            # aten_ variants leave the forward pass to Inductor.
+            for node in graph.nodes:
+                node.target = aten_forward.KERNELS.get(node.target, node.target)
     except Exception as error:
         return [_failed(node, error)]
     for node in list(graph.nodes):
@@ -120,12 +122,6 @@ def _row_of(node: Node, form: str, statistic: str) -> Row:
 def _failed(node: Node, error: Exception) -> Row:
     """The row of an error of the pass, which must not stop the user's model."""
     return Row(node.name, _where(node), notes=["the pass failed"], error=error)
-
-
-def _take_back(graph: Graph) -> None:
-    """Replaces aten_ variants, which leave the forward pass to Inductor, by their operators."""
-    for node in graph.nodes:
-        node.target = aten_forward.KERNELS.get(node.target, node.target)
 
 
 def _join(graph: Graph, effects: Effects) -> None:

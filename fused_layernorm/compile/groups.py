@@ -18,8 +18,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
-from ..ops.groups import group_norm
-from ..ops.load import operators
+from ..ops.groups import GroupArguments, group_norm
 from ..ops.operators import Arguments
 from . import patterns, sites
 from .patterns import Viewed
@@ -69,23 +68,14 @@ def _instance_norm(
     return Call("group_norm", (input, value_of(input).shape[1], weight, bias, eps))
 
 
-@reads(operators.group_norm.default)
-def _fused_group_norm(
-    input: Any,
-    num_groups: Any,
-    shift: Any,
-    scale: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    activation: Any = None,
-    output_scale: Any = 1.0,
-    out_dtype: Any = None,
-) -> Call | None:
+@reads(group_norm)
+def _fused_group_norm(*args: Any, **kwargs: Any) -> Call | None:
     """This package's operator, which a swapped module calls."""
-    if shift is not None or scale is not None or activation is not None or output_scale != 1.0:
+    a = GroupArguments(*args, **kwargs)
+    is_bare = a.activation is None and a.output_scale == 1.0
+    if not is_bare or a.shift is not None or a.scale is not None:
         return None
-    return Call("group_norm", (input, num_groups, weight, bias, eps))
+    return Call("group_norm", (a.input, a.num_groups, a.weight, a.bias, a.eps))
 
 
 # ---- What follows them.
