@@ -26,6 +26,7 @@ from .ops.operators import (
     LAYER_NORM,
     Arguments,
     Operator,
+    describe,
 )
 
 is_compiling = torch.compiler.is_dynamo_compiling
@@ -42,13 +43,21 @@ SENTINEL = (-0x4C4E,)
 _OWN = (Parameter, type(None), Tensor)
 
 
-def plain(norm: str, input: Any, over: Any, weight: Any, bias: Any, eps: float | None) -> Any:
+def plain(
+    is_rms: bool,
+    input: Any,
+    over: Any,
+    weight: Any,
+    bias: Any,
+    eps: float | None,
+    is_group: bool = False,
+) -> Any:
     """PyTorch's function for a norm with nothing fused to it, or None where `run` must decide.
 
-    On CUDA the function leads to our kernels, on the CPU it is PyTorch's norm. norm: "layer",
-    "rms" or "group". over: the number of groups, or the normalized shape, by default weight's.
-    Modes and transforms are to see our operators, and torch.jit.trace crashes where an operator has
-    raised what is caught here. Dynamo does not trace this function.
+    On CUDA the function leads to our kernels, on the CPU it is PyTorch's norm. over: the normalized
+    shape, by default weight's, or the number of groups. Modes and transforms are to see our
+    operators, and torch.jit.trace crashes where an operator has raised what is caught here. Dynamo
+    does not trace this function.
     """
     if (
         type(input) is not Tensor
@@ -60,7 +69,7 @@ def plain(norm: str, input: Any, over: Any, weight: Any, bias: Any, eps: float |
         return None
     sizes = over
     try:
-        if norm == "group":
+        if is_group:
             if type(over) is not int or over < 1:
                 return None
         elif over is None:
@@ -72,26 +81,31 @@ def plain(norm: str, input: Any, over: Any, weight: Any, bias: Any, eps: float |
         if input.is_cuda:
             if not autograd_library.active or _dispatch_modes() or _is_tracing():
                 return None
-            sizes = -over if norm == "group" else sizes + SENTINEL
-        elif not (
-            eps == eps
-            and stock.has_own_norm(input, weight, bias, norm == "rms")
-            and (norm != "group" or stock.takes_groups(input, weight, bias))
-        ):
+            sizes = -over if is_group else sizes + SENTINEL
+        elif not (eps == eps and stock.has_own_norm(input, weight, bias, is_rms)):
             return None
-        if norm == "layer":
-            return torch.layer_norm(input, sizes, weight, bias, eps)  # type: ignore[arg-type]
-        if norm == "rms":
+        elif is_group and (input.dim() < 2 or (weight is None and bias is not None)):
+            return None  # PyTorch's backward wants weight beside bias
+        if is_rms:
             return torch.rms_norm(input, sizes, weight, eps)
-        return torch.group_norm(input, sizes, weight, bias, eps)  # type: ignore[arg-type]
+        if is_group:
+            return torch.group_norm(input, sizes, weight, bias, eps)  # type: ignore[arg-type]
+        return torch.layer_norm(input, sizes, weight, bias, eps)  # type: ignore[arg-type]
     except (RuntimeError, TypeError, ValueError) as error:
-        if _is_refusal(error, norm, input, over, weight, bias, eps):
+        if _is_refusal(error, is_rms, input, over, weight, bias, eps, is_group):
             return None
         raise
 
 
 def _is_refusal(
-    error: Exception, norm: str, input: Any, over: Any, weight: Any, bias: Any, eps: Any
+    error: Exception,
+    is_rms: bool,
+    input: Any,
+    over: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    is_group: bool,
 ) -> bool:
     """Whether an error of `plain` says that the call is not for it, and so comes before any work.
 
@@ -100,18 +114,18 @@ def _is_refusal(
     """
     # What csrc/per_torch says of a call that the kernels do not take. Where that is not reached,
     # PyTorch refuses the sentinel or the negative number of groups, and names it.
-    named = f"got -{over}" if norm == "group" else str(SENTINEL[0])
+    named = f"got -{over}" if is_group else str(SENTINEL[0])
     is_list = isinstance(error, TypeError) and isinstance(over, list)
     if is_list or "the kernels do not take such a norm" in str(error) or named in str(error):
         return True
     try:
-        if norm == "group":
+        if is_group:
             groups.check(groups.GroupArguments(input, over, None, None, weight, bias, eps))
         else:
             ndim = normalized_ndim(input, weight, bias, over)
-            eps = arguments.rms_eps(eps, input) if norm == "rms" else eps
-            a = Arguments(input, weight=weight, bias=bias, normalized_ndim=ndim, eps=eps)
-            arguments.check(a._replace(statistic=norm))
+            eps = arguments.rms_eps(eps, input) if is_rms else eps
+            a = describe(input, weight=weight, bias=bias, normalized_ndim=ndim, eps=eps)
+            arguments.check(a._replace(statistic="rms" if is_rms else "layer"))
     except Exception:
         return True
     return False

@@ -15,7 +15,7 @@ from .calls import normalized_ndim, plain, run
 from .gated import norm_in_groups
 from .ops import arguments
 from .ops.arguments import rms_eps
-from .ops.operators import Arguments
+from .ops.operators import describe
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -68,10 +68,10 @@ def layer_norm(
     """
     is_bare = not _is_compiling() and activation is None and out_dtype is None and dim is None
     if is_bare and type(scale) is float and scale == 1.0:
-        y = plain("layer", input, normalized_shape, weight, bias, eps)
+        y = plain(False, input, normalized_shape, weight, bias, eps)
         if y is not None:
             return y
-    a = Arguments(
+    a = describe(
         input,
         weight=weight,
         bias=bias,
@@ -132,11 +132,11 @@ def rms_norm(
     is_bare = is_bare and bias is None and group_size is None and not round_before_weight
     is_bare = is_bare and type(scale) is float and type(weight_offset) is float
     if is_bare and scale == 1.0 and weight_offset == 0.0:
-        y = plain("rms", input, normalized_shape, weight, None, eps)
+        y = plain(True, input, normalized_shape, weight, None, eps)
         if y is not None:
             return y
     default = None if group_size is None else 1
-    a = Arguments(
+    a = describe(
         input,
         weight=weight,
         bias=bias,
@@ -184,7 +184,7 @@ def add_layer_norm(
     """
     if residual is None:
         arguments.check_tensor("residual", residual)
-    a = Arguments(
+    a = describe(
         input,
         residual,
         gate,
@@ -221,7 +221,7 @@ def add_rms_norm(
     """
     if residual is None:
         arguments.check_tensor("residual", residual)
-    a = Arguments(
+    a = describe(
         input,
         residual,
         gate,
@@ -278,7 +278,7 @@ def ada_layer_norm(
         A tensor of input's shape, contiguous on CUDA.
     """
     ndim = normalized_ndim(input, weight, bias, normalized_shape, default=1)
-    a = Arguments(
+    a = describe(
         input,
         shift=shift,
         scale=scale,
@@ -325,7 +325,7 @@ def add_ada_layer_norm(
     if residual is None:
         arguments.check_tensor("residual", residual)
     ndim = normalized_ndim(input, weight, bias, normalized_shape, default=1)
-    a = Arguments(
+    a = describe(
         input,
         residual,
         gate,

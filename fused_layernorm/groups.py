@@ -11,6 +11,7 @@ from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 
 from . import calls, stock
+from .calls import plain
 from .modules import _options, _scripted_as, shown
 from .ops import arguments, formulas, groups
 from .ops.groups import GroupArguments
@@ -76,7 +77,7 @@ def group_norm(
     """
     is_bare = activation is None and out_dtype is None and not _is_compiling()
     if is_bare and type(scale) is float and scale == 1.0:
-        y = calls.plain("group", input, num_groups, weight, bias, eps)
+        y = plain(False, input, num_groups, weight, bias, eps, True)
         if y is not None:
             return y
     return _run(
@@ -227,7 +228,7 @@ class FusedGroupNorm(nn.GroupNorm):
             except (AttributeError, KeyError):  # also where another thread unswaps the module
                 is_plain = False
             if is_plain:
-                y = calls.plain("group", input, count, weight, bias, eps)
+                y = plain(False, input, count, weight, bias, eps, True)
                 if y is not None:
                     return y
         is_swapped = getattr(self, "_is_swapped", None)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import calls, modules
-from .ops.operators import Arguments
+from .ops.operators import describe
 
 _STATISTICS = {"LayerNorm": "layer", "RMSNorm": "rms"}
 
@@ -87,10 +87,10 @@ class _Slot(nn.Module):
             bias = None if bias is None else bias.to(wide)
         statistic, shape = _STATISTICS[self.normalization], norm.normalized_shape
         if not (self.zero_centered_gamma or calls.is_compiling()):
-            y = calls.plain(statistic, input, shape, weight, bias, norm.eps)
+            y = calls.plain(statistic == "rms", input, shape, weight, bias, norm.eps)
             if y is not None:
                 return y
-        a = Arguments(
+        a = describe(
             input,
             weight=weight,
             bias=bias,

@@ -137,7 +137,7 @@ class FusedLayerNorm(nn.LayerNorm):
             except (AttributeError, KeyError):  # also where another thread unswaps the module
                 is_plain = False
             if is_plain:
-                y = plain("layer", input, shape, weight, bias, eps)
+                y = plain(False, input, shape, weight, bias, eps)
                 if y is not None:
                     return y
         is_swapped = getattr(self, "_is_swapped", None)
@@ -306,7 +306,7 @@ class FusedRMSNorm(nn.RMSNorm):
             except (AttributeError, KeyError):  # also where another thread unswaps the module
                 is_plain = False
             if is_plain:
-                y = plain("rms", x, shape, weight, None, eps)
+                y = plain(True, x, shape, weight, None, eps)
                 if y is not None:
                     return y
         is_swapped = getattr(self, "_is_swapped", None)

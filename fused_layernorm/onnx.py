@@ -9,7 +9,7 @@ import torch
 
 from . import stock
 from .ops import arguments, formulas
-from .ops.operators import Arguments, operator_of
+from .ops.operators import Arguments, describe, operator_of
 
 
 def is_exporting() -> bool:
@@ -23,7 +23,7 @@ def run(a: Arguments) -> Any:
     """
     arguments.check(a)
     dtypes = {tensor.dtype for tensor in (a.input, a.weight, a.bias) if tensor is not None}
-    plain = Arguments(a.input, normalized_ndim=a.normalized_ndim, eps=a.eps)
+    plain = describe(a.input, normalized_ndim=a.normalized_ndim, eps=a.eps)
     is_plain = a.residual is None and not a.is_modulated and a.options == plain.options
     if is_plain and len(dtypes) == 1 and not torch._C._is_tracing():
         return stock.norm_of(a.input, a)

@@ -135,11 +135,6 @@ def has_own_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, is_r
     return has_dtypes and not input.is_nested
 
 
-def takes_groups(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether PyTorch's group_norm serves these, where it has norms of their dtypes."""
-    return input.dim() > 1 and (weight is not None or bias is None)  # as its backward wants it
-
-
 _BESIDE_FLOAT32 = (torch.float32, *arguments.HALF)
 
 

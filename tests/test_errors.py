@@ -22,7 +22,7 @@ import fused_layernorm as fl
 from fused_layernorm import ada_layer_norm, add_layer_norm, calls, layer_norm
 from fused_layernorm.compile import rules
 from fused_layernorm.ops import arguments
-from fused_layernorm.ops.operators import Arguments
+from fused_layernorm.ops.operators import describe
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
@@ -481,7 +481,7 @@ def test_layouts(device, name, what, kind, requires_grad):
 )
 def test_more_rows_or_columns_than_the_kernels_index(shape, ndim, sentence):
     x = torch.empty(shape, device="meta")
-    a = Arguments(x, normalized_ndim=ndim)
+    a = describe(x, normalized_ndim=ndim)
     arguments.check(a)  # the limit is that of our kernels, which do not run here
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(shape, device="cuda")

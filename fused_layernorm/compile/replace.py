@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..ops import load
 from ..ops.arguments import DTYPES, HALF, name_of
-from ..ops.operators import Arguments, values
+from ..ops.operators import Arguments, describe, values
 from . import autocast
 from .effects import Effects
 from .patterns import Viewed
@@ -117,7 +117,7 @@ def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
             f"beside an input of {name_of(dtype_of(input))}"
         )
     nodes: Any = {"residual": residual, "gate": gate, "shift": shift, "scale": scale}
-    return Arguments(
+    return describe(
         input,
         **nodes,
         weight=weight,

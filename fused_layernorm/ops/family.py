@@ -30,7 +30,7 @@ from .autograd import (
     redispatch,
 )
 from .formulas import results
-from .operators import Arguments
+from .operators import describe
 from .vmap import one_by_one, to_front
 
 Outputs = tuple[Tensor, ...]
@@ -197,7 +197,7 @@ def under_autocast(family: Family, operator: OpOverload) -> Callable[..., Any]:
         named = {name: getattr(a, name, None) for name in (*_CAST, *gate)}
         given: Any = {name: one for name, one in named.items() if isinstance(one, Tensor)}
         statistic = getattr(a, "statistic", family.statistic)
-        norm = Arguments(a.input, out_dtype=a.out_dtype, statistic=statistic, **given)
+        norm = describe(a.input, out_dtype=a.out_dtype, statistic=statistic, **given)
         with torch._C._ExcludeDispatchKeyGuard(autocast.KEYSET):
             of = autocast.under_autocast(norm)
             cast = {name: getattr(of, name) for name in given}

@@ -18,7 +18,7 @@ from . import arguments, composite, formulas, load
 from .arguments import refuse
 from .family import Family, implement_family
 from .formulas import acc_dtype, activate, activate_backward, affine, shifted, sum_like, to
-from .operators import Arguments
+from .operators import Arguments, describe
 from .operators import BackwardArguments as OfNorm
 
 ACTIVATIONS = ("silu", "sigmoid")
@@ -42,7 +42,7 @@ class GatedArguments(NamedTuple):
     @property
     def norm(self) -> Arguments:
         """The norm without its gate and groups."""
-        return Arguments(
+        return describe(
             self.input,
             weight=self.weight,
             bias=self.bias,

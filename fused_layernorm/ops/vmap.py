@@ -22,6 +22,7 @@ from .operators import (
     Gradients,
     Operator,
     Results,
+    describe,
     operator_of,
 )
 
@@ -104,7 +105,7 @@ def _with_parameters_of_samples(
 ) -> Results:
     acc = acc_dtype(a.x_dtype)
     # The norm and the sum before it alone.
-    plain = Arguments(
+    plain = describe(
         a.input,
         a.residual,
         a.gate,

@@ -25,7 +25,7 @@ from ..functional import rms_norm
 from ..gated import run as gated_norm
 from ..ops.arguments import DTYPES
 from ..ops.gated import ACTIVATIONS, GatedArguments
-from ..ops.operators import Arguments
+from ..ops.operators import describe
 from ..stock import dtypes_are_supported, has_kernels
 from .classes import Forward
 from .forwards import named, parameter, then_act
@@ -70,7 +70,7 @@ def normalized(
         return None
     order = None if compiling or not keeps_order else _order_of_memory(x)
     in_order = keeps_order and not x.is_contiguous() and order is None
-    a = Arguments(
+    a = describe(
         x if order is None else x.permute(order),
         weight=weight,
         eps=eps,
