@@ -230,12 +230,11 @@ def run(a: Arguments) -> Any:
 def call(
     operator: OpOverload, a: Any, check: Callable[[Any], None], in_pytorch: Callable[[Any], Any]
 ) -> Any:
-    """A call of another family's operator; `check` says what is wrong with it.
+    """A call of another family's operator, for all but Dynamo, which does not trace the handling of
+    exceptions here, and leaves the checks to the fake. `check` says what is wrong with a call.
 
     in_pytorch: the same in PyTorch's operators, which alone torch.onnx.export translates.
     """
-    if is_compiling():  # Dynamo does not trace the exception handling below; the fake checks
-        return operator(*a)
     if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
         check(a)
         return in_pytorch(a)

@@ -134,8 +134,10 @@ def _run(a: HeadArguments) -> tuple[Tensor, Tensor]:
     if a.q.dim() == 4 and (needs_grad_of_angles(a) or not has_kernel(a)):
         check(a)
         return by_formula(a)
+    if calls.is_compiling():
+        return _operator(*a)
     found: tuple[Tensor, Tensor]
-    if calls.is_compiling() or needs_grad(*a[:6]) or in_forward_mode():
+    if needs_grad(*a[:6]) or in_forward_mode():
         found = calls.call(_operator, a, check, by_formula)
     else:
         with _below_autograd():  # autograd of this operator is in Python, and would do nothing
