@@ -567,6 +567,14 @@ OF_GATES: list[tuple[str, Any, str]] = [
     ("gate", ((2, 8), F32), "gate must broadcast to the shape of the input"),
     ("input", ((4, 9), F32), "must have the shape of the input"),
 ]
+OF_GROUPS_OF_COLUMNS: list[tuple[str, Any, str]] = [
+    ("gate", ((8,), F32), "gate must have the shape of the input"),
+    ("weight", ((4,), F32), "weight must have the shape of the normalized dimensions"),
+    ("gate_activation", "tanh", "gate_activation must be 'silu' or 'sigmoid', got 'tanh'"),
+    ("group_size", 3, "group_size must be at least one and divide the last dimension"),
+    ("group_size", -1, "group_size must be at least one and divide the last dimension"),
+    ("weight_offset", math.inf, "weight_offset must be a finite number"),
+]
 REFUSED: dict[str, list[tuple[str, Any, str]]] = {
     "layer_norm_backward": [
         *OF_NORMS,
@@ -601,15 +609,10 @@ REFUSED: dict[str, list[tuple[str, Any, str]]] = {
          "'leaky_relu', got 'tanh'"),
     ],
     "rms_norm_gated_backward": [
+        *OF_GROUPS_OF_COLUMNS,
         ("dy", ((4, 1), F32), "dy must have the shape of the input"),
-        ("gate", ((8,), F32), "gate must have the shape of the input"),
         ("rstd", ((4, 1), F32), "rstd must be that of the forward pass"),
-        ("weight", ((4,), F32), "weight must have the shape of the normalized dimensions"),
         ("bias", None, "a gradient is asked for of a parameter that is not there"),
-        ("gate_activation", "tanh", "gate_activation must be 'silu' or 'sigmoid', got 'tanh'"),
-        ("group_size", 3, "group_size must be at least one and divide the last dimension"),
-        ("group_size", -1, "group_size must be at least one and divide the last dimension"),
-        ("weight_offset", math.inf, "weight_offset must be a finite number"),
     ],
 }  # fmt: skip
 # The shapes and values of right arguments, by name; all other tensors are of (8,).
@@ -625,12 +628,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qk_norm_rope_backward": {"statistic": "rms"},
     "group_norm_backward": dict.fromkeys(("shift", "scale"), (4, 8))
     | {"mean": (4, 2), "rstd": (4, 2)},
+    "rms_norm_gated": {"gate": (4, 8)},
     "rms_norm_gated_backward": {"gate": (4, 8), "rstd": (4, 2)},
 }
 
 
-def backward_arguments(overload, device):
-    """Right arguments of a backward operator, by the names of its schema."""
+def right_arguments(overload, device):
+    """Right arguments of an operator, by the names of its schema."""
     right = RIGHT | OTHERS.get(overload._opname, {})
     found: dict[str, Any] = {}
     for argument in overload._schema.arguments:
@@ -652,13 +656,29 @@ def test_backward_operators_refuse(device, operator, what, value, sentence):
     """What would otherwise be read out of bounds, or as something else, on every device, also
     where no gradient is asked for. Autograd never calls them so."""
     overload = getattr(torch.ops.fused_layernorm, operator).default
-    given = backward_arguments(overload, device)
+    given = right_arguments(overload, device)
     overload(*given.values())
     given |= numerics.made({what: value}, device)
     for needs in (True, False) if value is not None else (True,):
         asked = dict.fromkeys((name for name in given if name.startswith("needs_")), needs)
         with pytest.raises((RuntimeError, ValueError), match=re.escape(sentence)):
             overload(*{**given, **asked}.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("what", "value", "sentence"),
+    [
+        *OF_GROUPS_OF_COLUMNS,
+        ("eps", math.nan, "eps must be a number"),
+        ("gate", torch.ones(4, 8), "gate must be on the input's device"),
+    ],
+)
+def test_the_forward_operator_of_gates_refuses(what, value, sentence):
+    overload = torch.ops.fused_layernorm.rms_norm_gated.default
+    given = right_arguments(overload, "cuda") | numerics.made({what: value}, "cuda")
+    with pytest.raises((RuntimeError, NotImplementedError, ValueError), match=re.escape(sentence)):
+        overload(*given.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
@@ -670,7 +690,7 @@ def test_backward_operators_refuse(device, operator, what, value, sentence):
 )
 def test_backward_operators_refuse_other_dtypes(operator, what, dtype):
     overload = getattr(torch.ops.fused_layernorm, operator).default
-    given = backward_arguments(overload, "cpu")
+    given = right_arguments(overload, "cpu")
     given[what] = given[what].to(dtype)
     named = "the gradient of a result" if what == "dq_out" else what
     sentence = f"expected {named} of dtype {FLOATS}, got {str(dtype).removeprefix('torch.')}"
@@ -682,7 +702,7 @@ def test_backward_operators_refuse_other_dtypes(operator, what, dtype):
 def test_dy_of_another_dtype_on_every_device(device):
     """CUDA's sentence names no tensor."""
     overload = torch.ops.fused_layernorm.layer_norm_backward.default
-    given = backward_arguments(overload, device)
+    given = right_arguments(overload, device)
     given["dy"] = given["dy"].int()
     with pytest.raises(RuntimeError, match=r"(?i)float32, float16, bfloat16 or float64, got int"):
         overload(*given.values())

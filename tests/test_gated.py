@@ -38,13 +38,16 @@ FORMS = [
 ]
 
 
-def plainly(x, gate, weight, bias, *, gate_first=False, gate_activation="silu", group_size=None):
+def plainly(
+    x, gate, weight, bias, *, gate_first=False, gate_activation="silu", group_size=None,
+    weight_offset=0.0,
+):  # fmt: skip
     """The norm and its gate in elementary functions of PyTorch, in the dtype of its arguments."""
     value = ACTIVATE[gate_activation](gate)
     u = x * value if gate_first else x
     rows = u.reshape(*u.shape[:-1], -1, group_size or u.shape[-1])
     z = (rows * (rows.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).reshape(u.shape)
-    z = z if weight is None else z * weight
+    z = z if weight is None else z * (weight + weight_offset)
     z = z if bias is None else z + bias
     return z if gate_first else z * value
 
@@ -67,7 +70,10 @@ def inputs(device, shape=(3, 16), dtype=F64, gate=None, weight=None, grad=True) 
 # ---- Results and gradients.
 
 
-def check(device, shape, dtypes, form, *, out_dtype=None, layouts=("contiguous",) * 2, absent=()):
+def check(
+    device, shape, dtypes, form, *, out_dtype=None, layouts=("contiguous",) * 2, absent=(),
+    poison=lambda *like: None,
+):  # fmt: skip
     dtype = dtypes[0]
     names = [name for name in ("x", "gate", "weight", "bias") if name not in absent]
     acc = F64 if dtype is F64 else F32
@@ -78,9 +84,12 @@ def check(device, shape, dtypes, form, *, out_dtype=None, layouts=("contiguous",
         for name, layout in zip(("x", "gate"), layouts, strict=True):
             t[name] = LAYOUTS[layout](t[name].detach())
         t = {n: v.detach().requires_grad_() if n in names else None for n, v in t.items()}
-        dy = torch.randn(shape, device=device).to(out_dtype or dtype)
-        y = fused(**form, out_dtype=out_dtype)(*t.values())
+        dy = LAYOUTS[layouts[0]](torch.randn(shape, device=device).to(out_dtype or dtype))
         leaves = [t[name] for name in names]
+        poison(dy, dy, *leaves)
+        y = fused(**form, out_dtype=out_dtype)(*t.values())
+        with torch.no_grad():
+            assert torch.equal(fused(**form, out_dtype=out_dtype)(*t.values()), y)
         assert y.is_contiguous()
         assert y.dtype == (out_dtype or dtype)
         gradients = torch.autograd.grad(y, leaves, dy)
@@ -125,6 +134,63 @@ def test_forms(device, form, dtypes):
 def test_shapes_layouts_and_dtypes(device, shape, others, form):
     for dtypes in ((BF16, BF16, F32), (F32, F32, F32)):
         check(device, shape, dtypes, form, **others)
+
+
+# Of rows that blocks hold and of others: weight's dtype (None: there is none), whether there is a
+# bias, the activation, the layouts of x and of the gate.
+SHAPES = ((37, 64), (131, 128), (2, 5, 256), (9, 512), (33, 1024), (5, 1536), (3, 8192),
+          (3, 16_384), (2, 40_000), (7, 100), (4, 24), (3, 5))  # fmt: skip
+OF_KERNELS = (
+    ("same", False, "silu", "contiguous", "sliced"),
+    (F32, False, "sigmoid", "sliced", "contiguous"),
+    (None, False, "silu", "transposed", "sliced"),
+    ("same", True, "silu", "contiguous", "misaligned"),
+    (None, True, "sigmoid", "misaligned", "contiguous"),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels(shape, dtype, gate_first, poison):
+    cols = shape[-1]
+    sizes = [None] + [cols // n for n in (3, 4) if cols % n == 0 and cols > n]
+    others = [F32 if dtype != F32 else BF16, F16 if dtype != F16 else BF16]
+    for (of_weight, bias, activation, *layouts), size in itertools.product(OF_KERNELS, sizes):
+        if dtype == F64 and of_weight == F32:
+            continue
+        absent = ["weight"] * (of_weight is None) + ["bias"] * (not bias)
+        form: Any = {"gate_first": gate_first, "gate_activation": activation, "group_size": size}
+        form["weight_offset"] = 0.5 if bias and of_weight else 0.0
+        kinds: list[Any] = [(dtype, None)]
+        if of_weight == "same" and not bias:
+            kinds += [(other, None) for other in others]
+            kinds += [(dtype, out) for out in (F32, BF16, F16, F64) if out != dtype]
+        for of_gate, out in kinds:
+            dtypes = (dtype, of_gate, F32 if of_weight == F32 else dtype)
+            how: Any = {"layouts": layouts, "absent": absent, "poison": poison, "out_dtype": out}
+            check("cuda", shape, dtypes, form, **how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize(("cols", "group_size"), [(128, None), (1024, 256), (8192, None),
+                                                  (8192, 1024), (100, None)])  # fmt: skip
+def test_rows_do_not_depend_on_the_batch(cols, group_size, gate_first):
+    x, gate, dy = (torch.randn(700, cols, device="cuda").to(BF16) for _ in range(3))
+    weight = torch.randn(cols, device="cuda").to(BF16).requires_grad_()
+
+    def run(rows):
+        leaves = [t[:rows].detach().requires_grad_() for t in (x, gate)]
+        y = fused(gate_first=gate_first, group_size=group_size)(*leaves, weight)
+        return [y, *torch.autograd.grad(y, (*leaves, weight), dy[:rows])]
+
+    whole = run(700)
+    assert all(map(torch.equal, whole, run(700)))
+    for rows in (1, 3, 69):
+        for part, of_all in zip(run(rows)[:3], whole, strict=False):
+            assert torch.equal(part, of_all[:rows])
 
 
 @pytest.mark.parametrize("gate_first", [False, True])
