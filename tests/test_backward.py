@@ -70,10 +70,15 @@ def test_accuracy(device, problem):
         # x and dy stay in L2 as other data does.
         Problem((17_001, 1024), BF16),
         Problem((4_400, 2049)),
-        # Both sides of the kernels' own boundaries.
+        # Forward's persistent blocks, too, have several rows.
+        *(Problem(shape, *dtypes) for dtypes in DTYPES
+          for shape in [(400, 20_480), (300, 40_000), (70, 65_536)]),
+        # Both sides of the kernels' own boundaries: one element, and one vector.
         *(Problem((max(3, 4096 // cols), cols), dtype)
-          for row_bytes in (2**n for n in range(6, 18)) for dtype in (F32, BF16, F64)
-          for cols in (n + row_bytes // dtype.itemsize for n in (-1, 0, 1))),
+          for row_bytes in (*(2**n for n in range(6, 18)), 10_240, 23_552, 28_672, 81_920, 114_688)
+          for dtype in (F32, BF16, F64)
+          for cols in (n + row_bytes // dtype.itemsize
+                       for n in (-16 // dtype.itemsize, -1, 0, 1, 16 // dtype.itemsize))),
         *(Problem((1, cols), *dtypes, activation=activation)
           for cols, dtypes, activation in covering(
               (1, 2, 5, 64, 285, 768, 1492, 4096, 8191, 8192, 12_288, 16_384), DTYPES,
@@ -296,15 +301,18 @@ def test_every_strategy_with_every_mask(plans, strategy, mask):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("cols", [64, 4096])
+@pytest.mark.parametrize("cols", [64, 4096, 65536])
 def test_more_than_2_to_the_31_elements(needs_memory, cols):
     needs_memory(40)
     rows = 2**31 // cols + 5
     x = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_().requires_grad_()
     dy = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_()
     weight, bias = (torch.ones(cols, device="cuda", requires_grad=True) for _ in "wb")
-    dx, *sums = torch.autograd.grad(layer_norm(x, weight, bias), (x, weight, bias), dy)
+    y = layer_norm(x, weight, bias)
+    dx, *sums = torch.autograd.grad(y, (x, weight, bias), dy)
     for part in (slice(0, 4), slice(rows // 2, rows // 2 + 4), slice(rows - 6, rows)):
+        expected = reference.layer_norm(x.detach()[part], 1).y
+        torch.testing.assert_close(y[part].double(), expected, rtol=2**-8, atol=2**-8)
         expected = reference.layer_norm_backward(dy[part], x.detach()[part], 1, weight.detach()).dx
         torch.testing.assert_close(dx[part].double(), expected, rtol=2**-7, atol=2**-7)
     dweight, dbias = torch.zeros(2, cols, device="cuda", dtype=F64)

@@ -38,34 +38,23 @@ def assert_same_bits(found, expected):
         assert torch.equal(result, expected[name]), name
 
 
-def check_repeated(t, times=3):
-    for backward in (False, True):
-        first = ours(t, backward=backward)
-        for _ in range(times):
-            assert_same_bits(ours(t, backward=backward), first)
+def repeated(t, times=2):
+    """The results, which further calls give again, and calls without gradients."""
+    whole, without = ours(t), ours(t, backward=False)
+    assert_same_bits(without, {name: whole[name] for name in without})
+    for _ in range(times):
+        assert_same_bits(ours(t), whole)
+    return whole
 
 
 @pytest.mark.parametrize(
-    "problem",
-    [
-        *(Problem((64, cols), dtype=dtype, affine="weight")
-          for cols in (3, 64, 257, 1024, 4096, 8191, 70000) for dtype in (F32, BF16)),
-        *(Problem((301, cols), dtype=dtype, weight_dtype=F32)
-          for cols in (3, 64, 1000, 4096, 8191, 40000) for dtype in (F32, BF16)),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_every_call_gives_the_same_bits(device, problem):
-    check_repeated(make(problem, device))
-
-
-@GATED
-@pytest.mark.parametrize("kind", ["all", "sample", "token", "position"])
-@pytest.mark.parametrize("cols", [3, 64, 1152, 8193])
-@pytest.mark.parametrize("dtypes", [(F32,) * 4, MIXED], ids=ids)
+    ("cols", "kind", "gated", "dtypes"),
+    covering([3, 64, 1152, 8193], ["all", "position"], [False, True], [(F32,) * 4, MIXED]),
+    ids=ids,
+)
 def test_every_modulated_call_gives_the_same_bits(device, cols, kind, gated, dtypes):
     rows = (3, 40) if device == "cpu" else (5, 301)
-    check_repeated(make(modulated((*rows, cols), kind, gated=gated, dtypes=dtypes), device))
+    repeated(make(modulated((*rows, cols), kind, gated=gated, dtypes=dtypes), device))
 
 
 @pytest.mark.gpu
@@ -80,7 +69,7 @@ def test_every_modulated_call_gives_the_same_bits(device, cols, kind, gated, dty
     ids=str,
 )  # fmt: skip
 def test_every_large_call_gives_the_same_bits(problem):
-    check_repeated(make(problem, "cuda"), 1 if problem.is_ada else 3)
+    repeated(make(problem, "cuda"), 1 if problem.is_ada else 3)
 
 
 OF_ROWS = ("y", "residual_out", "dx", "dresidual")
@@ -93,17 +82,16 @@ OF_ROWS = ("y", "residual_out", "dx", "dresidual")
         *((cols, {}) for cols in (3, 64, 256, 257, 1023, 1024, 4096, 8191, 16384, 40000)),
         *((cols, {"residual_dtype": F32, "activation": "gelu"})
           for cols in (64, 1024, 8191, 40000)),
+        *((cols, {"affine": "weight", "weight_dtype": F32}) for cols in (3, 1000, 70000)),
     ],
     ids=str,
 )  # fmt: skip
 def test_a_row_does_not_depend_on_its_batch(device, cols, options, dtype):
-    """Nor on whether gradients are wanted. On CUDA persistent blocks compute many rows, but not a
-    few of them."""
+    """Nor on whether gradients are wanted, and every call gives the same bits. On CUDA persistent
+    blocks compute many rows, but not a few of them."""
     for rows in (200,) if device == "cpu" else (200, 3000):
         t = make(Problem((rows, cols), dtype=dtype, **options), device)
-        whole = ours(t)
-        without = ours(t, backward=False)
-        assert_same_bits(without, {name: whole[name] for name in without})
+        whole = repeated(t)
         for start, stop in ((0, 1), (7, 8), (199, 200), (0, 2), (3, 20), (50, 183)):
             part = slice(start, stop)
             for name, alone in ours(t.of_rows(part)).items():
@@ -140,7 +128,7 @@ def test_a_sample_does_not_depend_on_its_batch(device, cols, kind, gated):
     """
     b, s = (5, 4) if device == "cpu" else (301, 9)
     t = make(modulated((b, s, cols), kind, gated=gated), device)
-    whole = ours(t)
+    whole = repeated(t)
     for sample in (0, b // 2, b - 1):
         part = slice(sample, sample + 1)
         for name, alone in ours(t.of_rows(part)).items():

@@ -32,14 +32,6 @@ def test_accuracy_without_gradients(device, cols, dtypes):
     numerics.check(Problem((rows_for(cols), cols), *dtypes), device, backward=False)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
-@pytest.mark.parametrize("shape", [(400, 20_480), (300, 40_000), (70, 65_536)], ids=str)
-def test_accuracy_of_many_long_rows(shape, dtypes):
-    """Every persistent block works on several rows, one after another."""
-    numerics.check(Problem(shape, *dtypes), "cuda", backward=False)
-
-
 # Rows of several strategies. Rows of odd length are not aligned.
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [37, 64, 768, 1023, 1024, 4096, 16384, 65536, 150_528, 1_048_576])
@@ -97,19 +89,6 @@ def test_eps(device, eps):
         F.layer_norm(x, (48,), eps=eps),
         equal_nan=True,
     )
-
-
-# The kernels' own boundaries: rows of these many bytes, and one element or vector to either side.
-BOUNDARY_BYTES = [*(2**n for n in range(6, 18)), 10_240, 23_552, 28_672, 81_920, 114_688]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=ids)
-@pytest.mark.parametrize("row_bytes", BOUNDARY_BYTES)
-def test_accuracy_about_the_boundaries(row_bytes, dtype):
-    vector = 16 // dtype.itemsize
-    for cols in (n + row_bytes // dtype.itemsize for n in (-vector, -1, 0, 1, vector)):
-        numerics.check(Problem((max(3, 4096 // cols), cols), dtype), "cuda", backward=False)
 
 
 FORCED_COLS = [*numerics.FORCED_COLS, 17, 32768]
@@ -189,19 +168,6 @@ def test_every_strategy_with_odd_rows_of_memory(plans, strategy):
         ran = True
     if not ran:
         pytest.skip(f"{strategy} takes none of these rows on this device")
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("cols", [64, 1024, 65536])
-def test_more_than_2_to_the_31_elements(needs_memory, cols):
-    needs_memory(20)
-    rows = 2**31 // cols + 5
-    x = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_()
-    y = layer_norm(x, normalized_shape=(cols,))
-    for part in (slice(0, 4), slice(rows // 2, rows // 2 + 4), slice(rows - 6, rows)):
-        expected = reference.layer_norm(x[part], 1).y
-        torch.testing.assert_close(y[part].double(), expected, rtol=2**-8, atol=2**-8)
 
 
 def test_a_cuda_tensor_without_kernels_warns_once(monkeypatch):
