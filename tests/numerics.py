@@ -28,6 +28,10 @@ FLOAT64_ROUNDINGS = 16
 # be less exact (an activation's approximation). The excess is too small to matter.
 HALF_SLACK = 1 / 64
 
+# What torch.library.opcheck looks at; tracing with dynamic shapes takes long.
+QUICK = ("test_schema", "test_faketensor")
+EVERY = (*QUICK, "test_autograd_registration", "test_aot_dispatch_dynamic")
+
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu")
 EPS = 1e-5
 # Lengths of rows for which the tests force each strategy, in both directions.

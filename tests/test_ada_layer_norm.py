@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ada_layer_norm and add_ada_layer_norm: results and gradients of every kind of modulation.
 
-Derivatives of every order, compilers and autocast are in test_ada_integrations.py.
+Derivatives are in test_autograd.py, autocast in test_autocast.py.
 """
 
 import itertools

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under autocast results are those of torch.nn.functional.layer_norm, without its casts."""
+"""Under autocast results are those of PyTorch's layer_norm, without its casts: a call, a kernel."""
 
+import itertools
+
+import forms
 import pytest
 import torch
 import torch.nn.functional as F
+from numerics import covering, ids
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -80,26 +84,79 @@ def test_residual(device):
     assert residual.grad.dtype == F32
 
 
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize(
+    ("gated", "x_dtype", "modulation_dtype", "dtype"),
+    covering([False, True], [F32, F16, BF16], [F32, F16, BF16], HALF),
+    ids=ids,
+)
+def test_modulations(device, gated, x_dtype, modulation_dtype, dtype):
+    """Input and modulations of any dtypes: linear layers under autocast make narrow modulations."""
+    x = torch.randn(3, 5, 32, device=device).to(x_dtype).requires_grad_()
+    residual = torch.randn(3, 5, 32, device=device)
+    modulations = [
+        torch.randn(3, 1, 32, device=device).to(modulation_dtype).requires_grad_() for _ in "gst"
+    ]
+    gate, shift, scale = modulations
+    weight = torch.randn(32, device=device, requires_grad=True)
+    leaves = [x, *(modulations if gated else modulations[1:]), weight]
+    with torch.autocast(device, dtype):
+        if gated:
+            y, residual_out = fl.add_ada_layer_norm(x, residual, gate, shift, scale, weight)
+            assert residual_out.dtype == F32
+        else:
+            y = fl.ada_layer_norm(x, shift, scale, weight)
+        like = F.layer_norm(x, (32,))
+    assert y.dtype == like.dtype
+    wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    kind, rows = ("gated", [residual]) if gated else ("modulated", [])
+    expected, *_ = forms.stock(kind)(wide[0], *rows, *wide[1:], None)
+    tolerance = 1e-5 if y.dtype == F32 else 3e-2
+    torch.testing.assert_close(y.float(), expected, rtol=tolerance, atol=tolerance)
+    dy = torch.randn_like(y)
+    found = torch.autograd.grad(y, leaves, dy)
+    for leaf, one, other in zip(
+        leaves, found, torch.autograd.grad(expected, wide, dy.float()), strict=True
+    ):
+        assert one.dtype == leaf.dtype
+        tolerance = 1e-4 if leaf.dtype == F32 else 2e-2
+        torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_one_kernel_forward_and_no_cast(dtype, requires_grad):
-    x = torch.randn(512, 1024, device="cuda").to(dtype).requires_grad_(requires_grad)
-    norm = fl.FusedLayerNorm(1024).cuda()
-    with torch.autocast("cuda", dtype):
-        norm(x)
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])
+@pytest.mark.parametrize(
+    ("kind", "modulation_dtype"),
+    [("plain", F32), *itertools.product(("modulated", "gated"), (BF16, F32))],
+)
+def test_one_kernel_forward(kind, modulation_dtype, requires_grad, autocast):
+    """The kernel reads chunks in place, without copies, and casts nothing.
+
+    Only half-precision modulations beside a float32 y are cast to float32 first, because there is
+    no kernel for them. The cast changes no bit of the result.
+    """
+    x, residual = torch.randn(2, 4, 256, 1152, device="cuda").to(BF16)
+    chunks = torch.randn(4, 1, 6 * 1152, device="cuda").to(modulation_dtype).chunk(6, -1)
+    for tensor in (x, residual, *chunks[:3]):
+        tensor.requires_grad_(requires_grad and tensor.is_leaf)
+    norm = fl.FusedLayerNorm(1152, dtype=F32 if autocast else BF16, device="cuda")
+    call = {
+        "plain": lambda: norm(x),
+        "modulated": lambda: fl.ada_layer_norm(x, *chunks[:2]),
+        "gated": lambda: fl.add_ada_layer_norm(x, residual, chunks[2], *chunks[:2])[0],
+    }[kind]
+    with torch.autocast("cuda", BF16, enabled=autocast):
+        call()
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-            y = norm(x)
+            y = call()
             torch.cuda.synchronize()
-    assert y.dtype == F32
-    kernels = [
-        event.name
-        for event in trace.events()
-        if event.device_type == DeviceType.CUDA and "emcpy" not in event.name
-    ]
-    assert len(kernels) == 1, kernels
-    assert "layer_norm" in kernels[0]
+    assert y.dtype == (F32 if autocast else BF16)
+    kernels = [event.name for event in trace.events() if event.device_type == DeviceType.CUDA]
+    casts = 2 + (kind == "gated") if autocast and modulation_dtype == BF16 else 0
+    assert len(kernels) == 1 + casts, kernels
+    assert "layer_norm" in kernels[-1]
 
 
 def test_outside_autocast_nothing_changes(device):

@@ -436,6 +436,24 @@ def test_saved_tensors_pass_through_hooks(device):
     assert torch.equal(torch.autograd.grad(total, x)[0], gradient)
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_what_is_saved_of_modulated_norms(device, gated):
+    """Of input's size only the norm's input is saved, and with a gate the tensor it multiplies."""
+    x, residual = torch.randn(2, 3, 50, 64, device=device)
+    gate, shift, scale = torch.randn(3, 3, 1, 64, device=device)
+    for tensor in (x, residual, gate, shift, scale):
+        tensor.requires_grad_()
+
+    def large(tensors):
+        return {tensor.data_ptr() for tensor in tensors if tensor.numel() >= x.numel()}
+
+    outputs: list[torch.Tensor] = []
+    given = (x, residual, gate if gated else None, shift, scale)
+    saved = forms.saved_by(lambda: outputs.extend(fl.add_ada_layer_norm(*given)))
+    assert large(saved) == large((outputs[1], x) if gated else outputs[1:])
+    assert large(forms.saved_by(lambda: fl.ada_layer_norm(x, shift, scale))) == large([x])
+
+
 NORMS = {
     "layer_norm": lambda x, w: fl.layer_norm(x, w, activation="silu"),
     "rms_norm": lambda x, w: fl.rms_norm(x, w, scale=2.0),

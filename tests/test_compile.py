@@ -122,7 +122,9 @@ ONE_EACH: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
         lambda *t: torch.stack(fl.add_ada_layer_norm(*t)), [(2, n, 8) for n in (3, 3, 1, 1, 1)]
     ),
     "group_norm": (lambda x: fl.group_norm(x, 2, activation="silu"), [(2, 8, 5)]),
-    "rms_norm_gated": (fl.rms_norm_gated, [(3, 8), (3, 8)]),
+    "rms_norm_gated": (
+        lambda *t: fl.rms_norm_gated(*t, gate_first=True, group_size=4), [(3, 8), (3, 8), (8,)]
+    ),
 }  # fmt: skip
 
 
@@ -136,6 +138,24 @@ def test_forward_and_backward_are_one_operator_each(device, name):
         [] if name == "rms_norm_gated" and device == "cuda" and choice.CHOOSES else forward,
         [f"fused_layernorm.{name}_backward.default"],
     ]
+
+
+# With the arguments that make a layer norm an RMSNorm.
+RMS: dict[str, Any] = {"weight_offset": 1.0, "round_before_weight": True}
+ADD_RMS = (lambda *t: torch.stack(fl.add_rms_norm(*t, **RMS)), [(3, 8), (3, 8), (8,)])
+
+
+@pytest.mark.parametrize("call", [ADD_RMS, *ONE_EACH.values()], ids=["add_rms_norm", *ONE_EACH])
+def test_decompositions_know_every_family(call):
+    class Call(torch.nn.Module):
+        def forward(self, *tensors):
+            return function(*tensors)
+
+    function, shapes = call
+    tensors = tuple(torch.randn(shape) for shape in shapes)
+    program = torch.export.export(Call(), tensors).run_decompositions(fl.decompositions())
+    assert not any("fused_layernorm" in str(node.target) for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(*tensors), function(*tensors))
 
 
 @pytest.mark.skipif(

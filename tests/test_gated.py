@@ -11,6 +11,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from numerics import EVERY, QUICK
 from torch.library import opcheck
 
 import fused_layernorm as fl
@@ -260,9 +261,6 @@ def test_rms_norm_over_groups(device, dtypes, round_before_weight):
 
 # ---- PyTorch's machinery.
 
-QUICK = ("test_schema", "test_faketensor")
-EVERY = (*QUICK, "test_autograd_registration", "test_aot_dispatch_dynamic")
-
 
 @pytest.mark.parametrize(
     ("shape", "dtypes", "options", "traced"),
@@ -330,19 +328,6 @@ def test_a_compiled_module_of_any_number_of_rows(device):
         given = torch.randn(2, rows, 16, device=device)
         for tensors in (given, given[:1]):
             torch.testing.assert_close(compiled(*tensors), module(*tensors), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("operators", ["gated", "groups"])
-def test_decompositions_know_families_of_operators(operators):
-    module = fl.FusedGroupNorm(2, 16, activation="silu") if operators == "groups" else (
-        FusedRMSNormGated(16, gate_first=True, group_size=8))  # fmt: skip
-    given: Any = torch.randn(3, 16) if operators == "groups" else torch.randn(2, 3, 16)
-    given = (given,) if operators == "groups" else tuple(given)
-    program = torch.export.export(module, given)
-    decomposed = program.run_decompositions(fl.decompositions())
-    names = [str(node.target) for node in decomposed.graph.nodes]
-    assert not any("fused_layernorm" in name for name in names)
-    torch.testing.assert_close(decomposed.module()(*given), module(*given))
 
 
 # ---- Special numbers, masks of backward.

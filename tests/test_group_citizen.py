@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forms import Calls
+from numerics import EVERY, QUICK
 from torch.library import opcheck
 
 import fused_layernorm as fl
@@ -41,10 +42,6 @@ def inputs(device, shape=(2, 6, 4, 3), dtype=F64, others=None, grad=True) -> Any
 
 def fused(activation=None, groups=2) -> Any:
     return lambda x, *others: ada_group_norm(x, groups, *others, activation=activation)
-
-
-QUICK = ("test_schema", "test_faketensor")
-EVERY = (*QUICK, "test_autograd_registration", "test_aot_dispatch_dynamic")
 
 
 @pytest.mark.parametrize(

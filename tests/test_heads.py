@@ -382,12 +382,12 @@ def test_opcheck(device):
         q, k, weights, biases, angles, grads = make(c, device)
         q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
         tensors = (q, k, *weights, *biases, *angles)
-        opcheck(
-            heads.qk_norm_rope, (*tensors, c.cols, 2, 1e-6, statistic, 0.0, False, False, False)
-        )
+        options = (c.cols, 2, 1e-6, statistic, 0.0, False, False)
+        utils = numerics.EVERY if statistic == "rms" else numerics.QUICK
+        opcheck(heads.qk_norm_rope, (*tensors, *options, False), test_utils=utils)
         if statistic:
-            args = (*grads, *tensors, c.cols, 2, 1e-6, statistic, 0.0, False, False, True, True)
-            opcheck(heads.qk_norm_rope_backward, args)
+            args = (*grads, *tensors, *options, True, True)
+            opcheck(heads.qk_norm_rope_backward, args, test_utils=utils)
 
 
 @pytest.mark.parametrize("statistic", ["rms", None])

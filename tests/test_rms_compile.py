@@ -4,8 +4,6 @@
 The tests make the pass run on the CPU too, where the operators are PyTorch's own.
 """
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -302,23 +300,7 @@ def test_autocast(device):
     assert [row.fused for row in rows] == [["residual"], []]
 
 
-# ---- Dynamic shapes, decompositions, rules --------------------------------------------------
-
-
-class Ours(torch.nn.Module):
-    def forward(self, x, weight, residual):
-        kind: Any = {"weight_offset": 1.0, "round_before_weight": True}
-        y, h = fused_layernorm.add_rms_norm(x, residual, weight, EPS, **kind)
-        return fused_layernorm.rms_norm(y, weight, EPS, **kind), h
-
-
-def test_decompositions():
-    """The decomposition table knows the arguments that make a layer norm an RMSNorm."""
-    args = [torch.randn(B, S, D).bfloat16(), torch.randn(D).bfloat16(), torch.randn(B, S, D)]
-    program = torch.export.export(Ours(), tuple(args))
-    program = program.run_decompositions(fused_layernorm.decompositions())
-    assert operators_of(program.graph_module) == []
-    torch.testing.assert_close(program.module()(*args), Ours()(*args), rtol=0, atol=0)
+# ---- Rules, plain calls --------------------------------------------------
 
 
 _residual = model("h = residual + x; norm(h, weight), h", llama)
