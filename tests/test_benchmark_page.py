@@ -58,10 +58,6 @@ def test_page_and_readme_say_what_was_measured(made):
     faster = "eager PyTorch 3.0x (3.0x), Liger 3.0x (3.0x)"
     assert f"| RMSNorm, forward | 1 | 100% (100%) | {faster} |" in text
     assert "| 8,192 x 4,096 | float32 | 67.1 | 67.1, 100%, 3.00x, - | - |" in text
-    assert report.alike(["a: n = 1", "b: n = 1", "a: n = 22"]) == [
-        "a: n = 1 (and 1 more)",
-        "b: n = 1",
-    ]
     swapped = "swapped | 100 (0.50) | 18.0 (0.90) | - | - | - |"
     assert f"| {made['models']['rows'][0]['model']} | training | {swapped}" in text
     blocks = report.readme_blocks(made)
@@ -69,8 +65,6 @@ def test_page_and_readme_say_what_was_measured(made):
     assert f"| RMSNorm of Llama | 32,768 x 4,096 bf16 | {cells} |" in blocks["norms"]
     assert "81,920 tokens/s (3.0 GiB) | **163,840 tokens/s** |" in blocks["models"]
     assert "the most memory" in blocks["models"]
-    made["models"]["rows"][0].pop("peak_gib")
-    assert "memory" not in report.readme_blocks(made)["models"]
     assert set(report.readme_blocks({}).values()) == {report.NO_RESULTS}
     assert report.NO_RESULTS in report.page({}, [])
     lines = [form.format(name) for name in blocks for form in (report.BEGIN, report.END)]

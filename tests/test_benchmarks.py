@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks' arithmetic and files, and that what they time computes the same thing."""
 
-import contextlib
 import subprocess
 import sys
 from dataclasses import replace
@@ -207,7 +206,6 @@ def test_compare_flags_what_is_slower(old_us, new_us, slower, said):
 
 
 def test_overhead_measures_steps_and_device_times(on_cpu, monkeypatch):
-    """A visit leaves no gradients behind, and each way computes what it should."""
     monkeypatch.setattr(overhead, "LAYERS", 2)
     monkeypatch.setattr(overhead, "STEPS", (("tiny", (2, 3, 8)),))
     monkeypatch.setattr(timing, "kernels_of", lambda call: [timing.Kernel(str(call()), 6.0, 1)])
@@ -219,17 +217,6 @@ def test_overhead_measures_steps_and_device_times(on_cpu, monkeypatch):
         assert 0 < step["ours_best_us"] <= step["ours_us"]
         assert step["eager_device_us"] == 3.0  # two inputs
     assert "tiny 2x3x8" in overhead.steps_text(steps)
-    chain, seen = overhead.Chain(torch.nn.LayerNorm), []
-
-    def measure(call):
-        seen.append(call())
-        return 3.0, seen[-1]
-
-    chain.visit(measure)
-    no_grad, _, grad, _, autocast, _ = seen
-    assert (no_grad.requires_grad, grad.requires_grad, len(autocast)) == (False, True, 2)
-    assert torch.equal(no_grad, grad)
-    assert all(norm.weight.grad is None for norm in chain.norms)
 
 
 def tiny_model():
@@ -240,31 +227,6 @@ def tiny_model():
 
 def model_of(build, package="torch", **more):
     return networks.Model(package, build, (4, "rows"), **more)
-
-
-def test_models_measure_one_row_a_variant(on_cpu, monkeypatch):
-    def kernels_of(call):
-        call()
-        return [timing.Kernel("vectorized_layer_norm_kernel", 30.0, 2),
-                timing.Kernel("gemm", 70.0, 3)]  # fmt: skip
-
-    def broken():
-        raise ValueError("no such size")
-
-    monkeypatch.setattr(timing, "kernels_of", kernels_of)
-    chosen = {"tiny": model_of(tiny_model), "broken": model_of(broken),
-              "foreign": model_of(tiny_model, "no_such_package")}  # fmt: skip
-    part = models.run(chosen, ("eager", "swap"), networks.MODES, 0.0)
-    rows = part["rows"]
-    assert [(row["mode"], row["variant"]) for row in rows] == [
-        (mode, variant) for mode in ("training", "inference") for variant in ("eager", "swap")
-    ]
-    for row in rows:
-        assert (row["device_ms"], row["layer_norm_ms"], row["kernels"]) == (0.1, 0.03, 5)
-        assert 0 < row["wall_best_ms"] <= row["wall_ms"]
-    assert abs(rows[0]["loss"] - rows[1]["loss"]) < 1e-2 * rows[0]["loss"]
-    assert "broken, training: no such size" in part["skipped"]
-    assert "foreign: no_such_package is not installed" in part["skipped"]
 
 
 def test_models_variants_are_what_they_say(monkeypatch):
@@ -289,19 +251,6 @@ def test_models_variants_are_what_they_say(monkeypatch):
     assert of_class["OrderedDict"] is stock
     eager, _ = models.prepared(model, "eager")
     assert [type(one[1]) for one in (swapped, eager)] == [FusedLayerNorm, torch.nn.LayerNorm]  # type: ignore[index]
-    entered = []
-
-    @contextlib.contextmanager
-    def override():
-        entered.append(1)
-        yield
-
-    monkeypatch.setattr("fused_layernorm.override_aten", override)
-    for variant in ("eager", "override", "fused_compiled"):
-        with models.prepared(model, variant)[1]():
-            pass
-    assert entered == [1]
-    assert models.VARIANTS["fused_compiled"].call.keywords == {"backend": "fused_layernorm"}  # type: ignore[attr-defined]
     halves = models.halved(model, torch.float16).state_dict().values()
     assert [tensor.dtype for tensor in halves] == [torch.float16] * 2 + [torch.float32] * 2
 
@@ -357,13 +306,27 @@ DIFFUSION = {
 def test_diffusion_models_train_and_infer(name, on_cpu, monkeypatch):
     """Twice built from one seed they give one loss; fused, the same but for rounding."""
     libraries.get("diffusers")
-    monkeypatch.setattr(timing, "kernels_of", lambda call: [timing.Kernel("gemm", 1.0, 1)])
-    chosen = {"tiny": model_of(DIFFUSION[name], half=True, channels_last=name in ("dit", "vae"))}
+
+    def broken():
+        raise ValueError("no such size")
+
+    kernels = [
+        timing.Kernel("vectorized_layer_norm_kernel", 30.0, 2),
+        timing.Kernel("gemm", 7.0, 3),
+    ]
+    monkeypatch.setattr(timing, "kernels_of", lambda call: kernels)
+    chosen = {"tiny": model_of(DIFFUSION[name], half=True, channels_last=name in ("dit", "vae")),
+              "broken": model_of(broken), "foreign": model_of(tiny_model, "no_such")}  # fmt: skip
     part = models.run(chosen, ("eager", "swap", "swap_neighbours"), networks.MODES, 0.0)
-    assert part["skipped"] == []
+    assert {"foreign: no_such is not installed", "broken, training: no such size"} < {
+        *part["skipped"]
+    }
     losses = [row["loss"] for row in part["rows"]]
     assert len(losses) == (4 if name in ("dit", "sd3", "flux", "wan") else 6)
     assert max(losses) - min(losses) < 1e-2 * losses[0]
+    for row in part["rows"]:
+        assert (row["device_ms"], row["layer_norm_ms"], row["kernels"]) == (0.037, 0.03, 5)
+        assert 0 < row["wall_best_ms"] <= row["wall_ms"]
 
 
 def test_the_first_words_of_a_model_select_it_alone():
