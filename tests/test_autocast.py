@@ -138,13 +138,14 @@ def test_one_kernel_forward(kind, modulation_dtype, requires_grad, autocast):
     """
     x, residual = torch.randn(2, 4, 256, 1152, device="cuda").to(BF16)
     chunks = torch.randn(4, 1, 6 * 1152, device="cuda").to(modulation_dtype).chunk(6, -1)
-    for tensor in (x, residual, *chunks[:3]):
+    shift, scale, gate = chunks[:3]
+    for tensor in (x, residual, shift, scale, gate):
         tensor.requires_grad_(requires_grad and tensor.is_leaf)
     norm = fl.FusedLayerNorm(1152, dtype=F32 if autocast else BF16, device="cuda")
     call = {
         "plain": lambda: norm(x),
-        "modulated": lambda: fl.ada_layer_norm(x, *chunks[:2]),
-        "gated": lambda: fl.add_ada_layer_norm(x, residual, chunks[2], *chunks[:2])[0],
+        "modulated": lambda: fl.ada_layer_norm(x, shift, scale),
+        "gated": lambda: fl.add_ada_layer_norm(x, residual, gate, shift, scale)[0],
     }[kind]
     with torch.autocast("cuda", BF16, enabled=autocast):
         call()

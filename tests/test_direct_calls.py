@@ -248,6 +248,42 @@ def test_norms_over_channels(dtype, statistic, order, poison):
     assert calls == expected
 
 
+OF_GROUPS: dict[str, Any] = {
+    **{name: ORDERS[name][0] for name in ("contiguous", "channels last", "gaps")},
+    "transposed": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("order", "dtypes"),
+    [
+        ("contiguous", (F32, F32)), ("contiguous", (BF16, F32)), ("contiguous", (F64, F64)),
+        ("channels last", (BF16, BF16)), ("transposed", (F16, F16)), ("gaps", (BF16, F32)),
+    ],
+    ids=ids,
+)  # fmt: skip
+def test_norms_over_groups(order, dtypes, poison):
+    x = OF_GROUPS[order](leaf(3, 80, 24, 20, dtype=dtypes[0])).detach().requires_grad_()
+    samples, channels = x.shape[:2]
+    sizes = ((samples, channels, 1, 1), (samples, channels), (channels,), (channels,))
+    parameters: Any = [leaf(*size, dtype=dtypes[1]) for size in sizes]
+    dy = torch.randn_like(x)
+
+    def call():
+        return (fused_layernorm.ada_group_norm(x, 8, *parameters, activation="silu"),)
+
+    def run():
+        poison(x, x, dy)
+        return every_way(call, [x, *parameters], dy)
+
+    direct, indirect, calls = both_ways(run)
+    for a, b in zip(direct, indirect, strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        assert torch.equal(a, b)
+    assert calls == (0 if order == "gaps" else 4)
+
+
 @pytest.mark.gpu
 def test_both_ways_save_the_same():
     x, weight, bias, modulations = leaf(4, 3, 64), leaf(64), leaf(64), leaf(3, 4, 1, 64).unbind()

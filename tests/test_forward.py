@@ -96,7 +96,8 @@ FORCED_COLS = [*numerics.FORCED_COLS, 17, 32768]
 STRATEGIES = ["warp", "block", "ring", "ring blocks_per_row=3", "stream"]
 RMS = {"statistic": "rms"}
 EPILOGUES: list[dict[str, Any]] = [
-    {}, {"scale": 0.5}, {"scale": 0.5, "activation": "gelu"}, RMS, {**RMS, "weight_offset": 1.0}
+    {}, {"scale": 0.5}, {"scale": 0.5, "activation": "gelu"}, RMS, {**RMS, "weight_offset": 1.0},
+    {"residual_dtype": F32}, {"residual_dtype": BF16},
 ]  # fmt: skip
 
 
@@ -108,7 +109,7 @@ EPILOGUES: list[dict[str, Any]] = [
         for dtypes, layout, epilogue in itertools.product(
             [(F32, None), (BF16, None), (BF16, F32), (F64, None)], STRATEGIES, EPILOGUES
         )
-        if "statistic" not in epilogue or (dtypes in ((F32, None), (BF16, None)))
+        if not {"statistic", "residual_dtype"} & {*epilogue} or dtypes in DTYPES[:3:2]
     ],
     ids=str,
 )
@@ -118,8 +119,9 @@ def test_every_strategy(plans, layout, dtypes, epilogue):
     ran = []
     for cols in FORCED_COLS:
         shape = (rows_for(cols), cols)
-        options = {"weight_dtype": dtypes[1], "has_epilogue": epilogue not in ({}, RMS)}
-        plan = plans.of(*shape, dtypes[0], **options)
+        has = bool({"scale", "weight_offset"} & {*epilogue})
+        options = {"has_epilogue": has, "residual": "residual_dtype" in epilogue}
+        plan = plans.of(*shape, dtypes[0], weight_dtype=dtypes[1], **options)
         if plan is None:
             continue
         assert plan["strategy"] == strategy

@@ -149,29 +149,6 @@ def test_strided_residual(device, cols, which, layout):
     torch.testing.assert_close(y.double(), numerics.exact(t)["y"], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32)], ids=ids)
-@pytest.mark.parametrize("strategy", ["warp", "block", "stream"])
-def test_every_strategy_with_residual(plans, strategy, dtypes):
-    ran = []
-    for cols in (64, 257, 1000, 4096, 16384, 65536):
-        t = numerics.make(Problem((40, cols), dtypes[0], residual_dtype=dtypes[1]), "cuda")
-        plans.force(f"strategy={strategy}")
-        try:
-            out = numerics.forward(t)
-        except (RuntimeError, ValueError) as error:
-            if "cannot run" not in str(error):
-                raise
-            continue
-        finally:
-            plans.force(None)
-        assert torch.equal(out[1], reference.add(t.x, t.residual))
-        numerics.assert_close({"y": out[0]}, numerics.exact(t), {F32: 1e-5, BF16: 2**-8})
-        ran.append(cols)
-    if not ran:
-        pytest.skip(f"{strategy} takes no residual on this device")
-
-
 def test_scale_zero(device):
     x = torch.randn(4, 8, device=device, requires_grad=True)
     y = layer_norm(x, normalized_shape=(8,), activation="gelu", scale=0)

@@ -154,7 +154,7 @@ def test_surroundings(device, text, norm):
     every: dict[Any, list[Any]] = {rms: [(F32, F32)], llama: [(BF16, BF16)]}
     for dtypes in every.get(norm, [(F32, F32), (BF16, BF16), (BF16, F32)]):
         torch._dynamo.reset()
-        rows, graphs = assert_same(model(text, norm), tensors(*dtypes, device))
+        rows, graphs = assert_same(model(text, norm), tensors(dtypes[0], dtypes[1], device))
         expected: dict[str, tuple[str, list[str]]] = {}
         if norm is not layer:
             expected = {"norm(x) * (1 + weight) + bias": (PLAIN, [])}  # a weight with an offset

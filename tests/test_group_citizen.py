@@ -125,46 +125,6 @@ direct = pytest.mark.skipif(not autograd_library.active, reason="autograd is in 
 
 @direct
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("layout", "dtypes", "calls"),
-    [
-        ("contiguous", (F32, F32), 4), ("contiguous", (BF16, F32), 4),
-        ("contiguous", (F64, F64), 4), ("channels_last", (BF16, BF16), 4),
-        ("transposed", (F16, F16), 4), ("sliced", (BF16, F32), 0),
-    ],
-)  # fmt: skip
-def test_direct_calls_and_operators_agree_to_the_bit(layout, dtypes, calls, poison):
-    x, *parameters = inputs("cuda", (3, 64, 24, 20), dtypes[0], dtypes[1], grad=False)
-    x = {
-        "contiguous": lambda: x, "sliced": lambda: torch.cat([x, x], 1)[:, 1:65],
-        "channels_last": lambda: x.to(memory_format=torch.channels_last),
-        "transposed": lambda: x.transpose(1, 3).contiguous().transpose(1, 3),
-    }[layout]()  # fmt: skip
-    leaves = [t.detach().requires_grad_() for t in (x, *parameters)]
-    dy = torch.randn_like(x)
-
-    def run():
-        poison(x, x, dy)
-        with torch.no_grad():
-            found = [fused("silu", 8)(*leaves)]
-        with torch.inference_mode():
-            found.append(fused("silu", 8)(*leaves).clone())
-        y = fused("silu", 8)(*leaves)
-        return [*found, y, *torch.autograd.grad(y, leaves, dy)]
-
-    results, counts = [], []
-    for on in (True, False):
-        before = OPS._direct_calls(on)
-        results.append(run())
-        counts.append(OPS._direct_calls(True) - before)
-    assert counts == [calls, 0]
-    for a, b in zip(*results, strict=True):
-        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-        assert torch.equal(a, b)
-
-
-@direct
-@pytest.mark.gpu
 def test_plain_calls_ask_pytorchs_function():
     x, _, _, weight, bias = inputs("cuda", (2, 64, 9), F32)
     module = FusedGroupNorm(8, 64, device="cuda")

@@ -178,7 +178,7 @@ def same(found, expected):
     torch.testing.assert_close(grads, expected_grads, rtol=1e-3, atol=1e-5)
 
 
-def test_swapped(model_and_inputs, caplog):
+def test_swapped_and_overridden(model_and_inputs, caplog, device):
     """Every LayerNorm is swapped, so that the log names no module left alone."""
     stock, inputs = model_and_inputs
     with caplog.at_level("INFO", logger="fused_layernorm.swap"):
@@ -189,8 +189,22 @@ def test_swapped(model_and_inputs, caplog):
     for norm, old in zip(norms_of(swapped), norms_of(stock), strict=True):
         assert isinstance(norm, type(old))
     assert swapped.state_dict().keys() == stock.state_dict().keys()
-    same(gradients(swapped, inputs), gradients(stock, inputs))
-    torch.testing.assert_close(losses(swapped, inputs), losses(stock, inputs), rtol=1e-4, atol=1e-5)
+    expected, expected_losses = gradients(stock, inputs), losses(copy.deepcopy(stock), inputs)
+    same(gradients(swapped, inputs), expected)
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+    close(losses(swapped, inputs), expected_losses)
+    if device == "cuda" and not HAS_KERNELS:
+        return
+    key = device.upper()
+    before = _calls(key)
+    with _override(key):
+        found = gradients(stock, inputs)
+        calls = _calls(key) - before
+        found_losses = losses(copy.deepcopy(stock), inputs)
+    # Every norm; in C++ backward is that of our node, which is not counted.
+    assert calls >= len(norms_of(stock)) * (1 if autograd_library.active else 2)
+    same(found, expected)
+    close(found_losses, expected_losses)
 
 
 @pytest.mark.parametrize("model_and_inputs", CONVOLUTIONAL, indirect=True)
@@ -203,25 +217,6 @@ def test_swapped_channels_last(model_and_inputs):
     }
     swapped = fused_layernorm.swap_layer_norm(copy.deepcopy(stock))
     same(gradients(swapped, inputs), gradients(stock, inputs))
-
-
-def test_overridden(model_and_inputs, device):
-    model, inputs = model_and_inputs
-    if device == "cuda" and not HAS_KERNELS:
-        pytest.skip("this build has no CUDA kernels")
-    key = device.upper()
-    norms = len(norms_of(model))
-    expected = gradients(model, inputs)
-    expected_losses = losses(copy.deepcopy(model), inputs)
-    before = _calls(key)
-    with _override(key):
-        found = gradients(model, inputs)
-        calls = _calls(key) - before
-        found_losses = losses(copy.deepcopy(model), inputs)
-    # Every norm; in C++ backward is that of our node, which is not counted.
-    assert calls >= (norms if autograd_library.active else 2 * norms)
-    same(found, expected)
-    torch.testing.assert_close(found_losses, expected_losses, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["timm_vit", "timm_swin"])

@@ -4,8 +4,6 @@
 What all strategies must keep is tested with the others (test_forward.py, test_plan.py).
 """
 
-import functools
-
 import pytest
 import reference
 import torch
@@ -175,27 +173,3 @@ def test_constant_rows_and_rows_that_are_not_finite(plans, statistic):
         assert y[4, :-1].eq(0).all()
         assert y[4, -1].isnan()
     assert y[[0, 5]].isfinite().all()
-
-
-@pytest.mark.gpu
-def test_beside_kernels_of_other_streams(plans):
-    """All blocks of a launch must run at once: a launch waits for room, and never hangs."""
-    plans.force("strategy=ring")
-    x = torch.randn(64, 150_528, device="cuda")
-    long = torch.randn(3, 4_194_304, device="cuda")
-    norm = functools.partial(fl.layer_norm, normalized_shape=(x.shape[1],))
-    long_norm = functools.partial(fl.layer_norm, normalized_shape=(long.shape[1],))
-    y, long_y = norm(x), long_norm(long)
-    matrix = torch.randn(2048, 2048, device="cuda")
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    torch.cuda.synchronize()
-    found = []
-    for turn in range(30):
-        with torch.cuda.stream(streams[0]):
-            matrix @ matrix
-        with torch.cuda.stream(streams[1 + turn % 2]):
-            found.append((y, norm(x)))
-        with torch.cuda.stream(streams[2 - turn % 2]):
-            found.append((long_y, long_norm(long)))
-    torch.cuda.synchronize()
-    assert all(torch.equal(wanted, actual) for wanted, actual in found)

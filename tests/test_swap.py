@@ -114,25 +114,6 @@ def test_hooks_stay(device, make):
     assert not calls
 
 
-def test_predicate_chooses():
-    model = Model()
-    asked = []
-
-    def predicate(name, module):
-        asked.append((name, type(module)))
-        return name.startswith("blocks")
-
-    fl.swap_layer_norm(model, predicate=predicate)
-    assert asked == [
-        ("norm", nn.LayerNorm),
-        ("blocks.0.1", nn.LayerNorm),
-        ("blocks.1.1", nn.LayerNorm),
-        ("plain", nn.LayerNorm),
-        ("own", OwnForward),
-    ]
-    assert fused(model) == ["blocks.0.1", "blocks.1.1"]
-
-
 @pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
 def test_a_forward_of_the_instances_own_is_left_alone(make):
     """Libraries that offload or patch modules set such a forward."""
