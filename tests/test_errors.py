@@ -17,6 +17,7 @@ import numerics
 import pytest
 import torch
 import torch.nn.functional as F
+from numerics import covering
 
 import fused_layernorm as fl
 from fused_layernorm import ada_layer_norm, add_layer_norm, calls, layer_norm
@@ -359,15 +360,11 @@ def test_types_are_those_of_pytorch(error, sentence, wrong):
         assert issubclass(error, TypeError) == issubclass(stock, TypeError)
 
 
-def every_argument(wanted=lambda what: True, but=()):
-    """Each function with each of its tensors."""
-    found = [
-        (name, what)
-        for name, tensors in TENSORS.items()
-        for what in tensors
-        if wanted(what) and name not in but
-    ]
-    return pytest.mark.parametrize(("name", "what"), found)
+def every_argument(wanted=lambda what: True, **others):
+    """Each function with each of its tensors, and with the elements of other dimensions."""
+    found = [(name, what) for name, tensors in TENSORS.items() for what in tensors if wanted(what)]
+    every = [(*one, *rest) for one, *rest in covering(found, *others.values())]
+    return pytest.mark.parametrize(("name", "what", *others), every)
 
 
 AFFINE = {"weight": W, "bias": W}
@@ -422,8 +419,7 @@ def test_tensors_in_the_place_of_numbers(device, call, name, compiled):
         call(x, t)
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-@every_argument(lambda what: what not in ("input", "q"))
+@every_argument(lambda what: what not in ("input", "q"), requires_grad=[False, True])
 def test_another_device(device, name, what, requires_grad):
     given = ones(name, device, requires_grad)
     there = ["cpu"] if device == "cuda" else ["cuda:0"] * torch.cuda.is_available()
@@ -460,9 +456,7 @@ def test_sparse_weight(device):
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's, of prototypes
-@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])
-@pytest.mark.parametrize("kind", LAYOUTS)
-@every_argument(lambda what: what != "weight")
+@every_argument(lambda what: what != "weight", kind=[*LAYOUTS], requires_grad=[False, True])
 def test_layouts(device, name, what, kind, requires_grad):
     given = {**ones(name, device, requires_grad), what: LAYOUTS[kind](device)}
     with pytest.raises(NotImplementedError) as caught:

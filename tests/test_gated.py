@@ -115,7 +115,7 @@ DTYPES = [(F32, F32, F32), (BF16, BF16, BF16), (BF16, BF16, F32), (F16, F32, F16
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", [*FORMS, {**FORMS[3], "weight_offset": 1.0}], ids=str)
 def test_forms(device, form, dtypes):
     check(device, (5, 7, 64), dtypes, form)
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forms import Calls, Names
+from numerics import covering, ids
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -33,6 +34,7 @@ ON_CUDA = pytest.param("cuda", id="cuda", marks=[pytest.mark.gpu, needs_kernels]
 DEVICES = [pytest.param("cpu", id="cpu"), ON_CUDA]
 # On the CPU _fused_rms_norm is a composite of PyTorch's, which stays.
 on_cuda = pytest.mark.parametrize("device", [ON_CUDA], indirect=True)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NATIVES = ("native_layer_norm", "_fused_rms_norm")
 OPERATORS = [f"aten::{name}{of}" for name in NATIVES for of in ("", "_backward")]
 OPERATORS += [f"aten::{name}_norm" for name in ("layer", "rms", "group")]
@@ -132,9 +134,11 @@ def test_covers_layer_norm(device, override, calls):
     assert calls() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("normalized_ndim", [1, 2, 3])
-@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
+@pytest.mark.parametrize(
+    ("dtype", "normalized_ndim", "affine"),
+    covering(DTYPES, (1, 2, 3), ("both", "weight", "bias", "none")),
+    ids=ids,
+)
 def test_results_and_gradients_are_pytorchs(device, override, dtype, normalized_ndim, affine):
     x, weight, bias = inputs(device, normalized_ndim=normalized_ndim, dtype=dtype)
     weight = weight if affine in ("both", "weight") else None
@@ -144,10 +148,11 @@ def test_results_and_gradients_are_pytorchs(device, override, dtype, normalized_
 
 
 @on_cuda
-@pytest.mark.parametrize("eps", [None, 1e-2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("normalized_ndim", [1, 2, 3])
-@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "normalized_ndim", "affine", "eps"),
+    covering(DTYPES, (1, 2, 3), (False, True), (None, 1e-2)),
+    ids=ids,
+)
 def test_rms_norms_results_and_gradients(
     device, override, calls, dtype, normalized_ndim, affine, eps
 ):
@@ -523,7 +528,7 @@ def test_covers_rms_norm(device, override, calls):
 @on_cuda
 def test_rms_norms_default_eps_is_pytorchs(device, override):
     """Beside tiny squares, the epsilons of float32 and of the half-precision types differ much."""
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+    for dtype in DTYPES:
         x = (1e-4 * torch.randn(4, 32, device=device)).to(dtype)
         expected = rms_norm(x, (32,))
         with override():
