@@ -29,8 +29,8 @@ class Allowed(NamedTuple):
 # The first rule that matches counts. A kernel's template arguments are its norm, which begins with
 # the types (of x, the parameters, y), then the elements of a vector and the vectors of a thread. In
 # backward's block kernels there follow two flags: whether rows come by bulk copies and, for whole
-# rows only, whether xhat and g are kept. Block kernels have all arguments but the norm at the end
-# of the name, in a geometry type.
+# rows only, whether xhat and g are kept. Forward's block kernels have all arguments but the norm at
+# the end of the name, in a geometry type.
 ALLOWED = [
     Allowed(r"<(Norm<Types<)?double,", 1256, "float64 is there for its digits, not for its speed"),
     Allowed(

@@ -85,7 +85,7 @@ struct GroupPlan : Launch {
   int blocks_per_group = 1;
   int slice_vectors = 0;                                 // held: of a block
   int dy_offset = 0, pairs_offset = 0, maps_offset = 0;  // held: in shared memory
-  int segments_of_warp = 0, slots = 0, lag = 0;          // split: as split.cu says
+  int segments_of_warp = 0, slots = 0, lag = 0;          // split: as split.cuh says
 
   // channels_last: the channels of a position are cut into `slices` of `columns` vectors; a block
   // has one slice of `tile_positions`, and `rows` of them side by side.
