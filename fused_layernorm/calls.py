@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn import Parameter
 
 from . import onnx, stock
 from .compile import choice
-from .ops import arguments, autograd_library, formulas
+from .ops import arguments, autograd_library, formulas, groups
 from .ops.autocast import under_autocast
 from .ops.operators import (
     ADA_LAYER_NORM,
@@ -35,21 +36,28 @@ _is_tracing = torch._C._is_tracing
 _in_transform = torch._C._are_functorch_transforms_active
 
 # What torch.layer_norm and torch.rms_norm get behind normalized_shape's sizes where a call is for
-# our kernels (csrc/per_torch/override.h). To call an operator of ours takes the host longer.
+# our kernels, and torch.group_norm gets a negative number of groups (csrc/per_torch/override.h and
+# override_groups.h). To call an operator of ours takes the host longer.
 SENTINEL = (-0x4C4E,)
 
 _OWN = (Parameter, type(None), Tensor)
 
 
 def plain(
-    is_rms: bool, input: Any, shape: Any, weight: Any, bias: Any, eps: float | None
-) -> Tensor | None:
+    is_rms: bool,
+    input: Any,
+    over: Any,
+    weight: Any,
+    bias: Any,
+    eps: float | None,
+    is_group: bool = False,
+) -> Any:
     """PyTorch's function for a norm with nothing fused to it, or None where `run` must decide.
 
-    On CUDA the function leads to our kernels, on the CPU it is PyTorch's norm. shape: the
-    normalized one; by default weight's. Modes and transforms are to see our operators, and
-    torch.jit.trace crashes where an operator has raised what is caught here. Dynamo does not trace
-    this function.
+    On CUDA the function leads to our kernels, on the CPU it is PyTorch's norm. over: the normalized
+    shape, by default weight's, or the number of groups. Modes and transforms are to see our
+    operators, and torch.jit.trace crashes where an operator has raised what is caught here. Dynamo
+    does not trace this function.
     """
     if (
         type(input) is not Tensor
@@ -59,51 +67,65 @@ def plain(
         or _in_transform()
     ):
         return None
+    sizes = over
     try:
-        sizes = shape
-        if sizes is None:
+        if is_group:
+            if type(over) is not int or over < 1:
+                return None
+        elif over is None:
             if weight is None:
                 return None
             sizes = weight.shape
-        elif type(sizes) is int:
-            sizes = (sizes,)
+        elif type(over) is int:
+            sizes = (over,)
         if input.is_cuda:
             if not autograd_library.active or _dispatch_modes() or _is_tracing():
                 return None
-            sizes = sizes + SENTINEL
+            sizes = -over if is_group else sizes + SENTINEL
         elif not (eps == eps and stock.has_own_norm(input, weight, bias, is_rms)):
             return None
+        elif is_group and (input.dim() < 2 or (weight is None and bias is not None)):
+            return None  # PyTorch's backward wants weight beside bias
         if is_rms:
             return torch.rms_norm(input, sizes, weight, eps)
+        if is_group:
+            return torch.group_norm(input, sizes, weight, bias, eps)  # type: ignore[arg-type]
         return torch.layer_norm(input, sizes, weight, bias, eps)  # type: ignore[arg-type]
     except (RuntimeError, TypeError, ValueError) as error:
-        if _is_refusal(error, input, shape, weight, bias, eps, is_rms):
+        if _is_refusal(error, is_rms, input, over, weight, bias, eps, is_group):
             return None
         raise
 
 
-# What csrc/per_torch/override.h says of a call that the kernels do not take. Where that is not
-# reached, PyTorch refuses the sentinel, and names it.
-_REFUSALS = ("the kernels do not take such a norm", str(SENTINEL[0]))
-
-
 def _is_refusal(
-    error: Exception, input: Any, shape: Any, weight: Any, bias: Any, eps: Any, is_rms: bool
+    error: Exception,
+    is_rms: bool,
+    input: Any,
+    over: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    is_group: bool,
 ) -> bool:
     """Whether an error of `plain` says that the call is not for it, and so comes before any work.
 
     Other errors, such as that of a hook on saved tensors or of a full memory, must not lead to a
     second call.
     """
-    is_list = isinstance(error, TypeError) and isinstance(shape, list)
-    if is_list or any(refusal in str(error) for refusal in _REFUSALS):
+    # What csrc/per_torch says of a call that the kernels do not take. Where that is not reached,
+    # PyTorch refuses the sentinel or the negative number of groups, and names it.
+    named = f"got -{over}" if is_group else str(SENTINEL[0])
+    is_list = isinstance(error, TypeError) and isinstance(over, list)
+    if is_list or "the kernels do not take such a norm" in str(error) or named in str(error):
         return True
-    statistic = "rms" if is_rms else "layer"
     try:
-        ndim = normalized_ndim(input, weight, bias, shape)
-        eps = arguments.rms_eps(eps, input) if is_rms else eps
-        a = describe(input, weight=weight, bias=bias, normalized_ndim=ndim, eps=eps)
-        arguments.check(a._replace(statistic=statistic))
+        if is_group:
+            groups.check(groups.GroupArguments(input, over, None, None, weight, bias, eps))
+        else:
+            ndim = normalized_ndim(input, weight, bias, over)
+            eps = arguments.rms_eps(eps, input) if is_rms else eps
+            a = describe(input, weight=weight, bias=bias, normalized_ndim=ndim, eps=eps)
+            arguments.check(a._replace(statistic="rms" if is_rms else "layer"))
     except Exception:
         return True
     return False
@@ -203,6 +225,23 @@ def run(a: Arguments) -> Any:
         return call(a)
     except Exception as error:
         raise arguments.explain(error, a) from None
+
+
+def call(
+    operator: OpOverload, a: Any, check: Callable[[Any], None], in_pytorch: Callable[[Any], Any]
+) -> Any:
+    """A call of another family's operator, for all but Dynamo, which does not trace the handling of
+    exceptions here, and leaves the checks to the fake. `check` says what is wrong with a call.
+
+    in_pytorch: the same in PyTorch's operators, which alone torch.onnx.export translates.
+    """
+    if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
+        check(a)
+        return in_pytorch(a)
+    try:
+        return operator._op(*a)  # skips OpOverload.__call__, which costs half a microsecond
+    except Exception as error:
+        raise arguments.explain(error, a, check) from None
 
 
 def _over_dim(a: Arguments) -> Tensor:

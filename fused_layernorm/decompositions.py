@@ -8,9 +8,8 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from .ops import composite, formulas, gated, groups, head_formulas, heads
-from .ops.family import Family
-from .ops.operators import implementations
+from .ops import head_formulas, heads
+from .ops.family import FAMILIES, GRADIENTS, Family
 
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
@@ -25,23 +24,15 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     Other operators are left as they are. To decompose to core ATen, ``update`` the table of
     ``torch.export.default_decompositions()`` with this one.
     """
+
+    def formula(of: Family) -> Callable[..., Any]:
+        return lambda *args: of.formula(of.Call(*args))
+
     return {
-        **implementations(formulas.forward, composite.backward, formulas.gate_backward),
+        **{one: found for of in FAMILIES for one, found in of.both(formula(of)).items()},
+        **GRADIENTS,
         heads.qk_norm_rope: lambda *args: head_formulas.by_formula(
             head_formulas.HeadArguments(*args)
         ),
         heads.qk_norm_rope_backward: head_formulas.backward_by_formula,
-        **_of(groups.FAMILY),
-        **_of(gated.FAMILY),
-    }
-
-
-def _of(family: Family) -> dict[OpOverload, Callable[..., Any]]:
-    def forward(*args: Any) -> Any:
-        return family.formula(family.Call(*args))
-
-    return {
-        family.plain: lambda *args: forward(*args)[0],
-        family.forward: forward,
-        family.backward: family.gradients,
     }

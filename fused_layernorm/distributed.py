@@ -29,7 +29,7 @@ from torch._ops import OpOverload
 
 from .integrations.after_import import after_import
 from .ops import gated, groups, heads, load
-from .ops.operators import BACKWARD, FORWARD
+from .ops.family import FAMILIES, GRADIENTS
 
 # Arguments that have a row, or a number, for each row; the last four are of heads.
 _ROWS = ("input", "residual", "dy", "x", "mean", "rstd", "dresidual", "dresidual_out",
@@ -124,10 +124,8 @@ def register_sharding_rules() -> None:
         (family.plain, family.forward, family.backward) for family in (groups.FAMILY, gated.FAMILY)
     )
     for operator in (
-        *(one.overload for one in (*FORWARD, *BACKWARD)),
-        *(load.gate_backward, load.add_ada_layer_norm_backward),
-        *(*group_norms, *gated_norms),
-        *(heads.qk_norm_rope, heads.qk_norm_rope_backward),
+        *(operator for family in FAMILIES for operator in (family.plain, family.forward)),
+        *(*GRADIENTS, heads.qk_norm_rope, heads.qk_norm_rope_backward),
     ):
         register_sharding([operator])(rules_of(operator))
 

@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import calls, onnx
+from . import calls
 from .compile import choice
 from .ops import arguments, gated
-from .ops.aten_forward import aten_rms_norm_gated
+from .ops.aten_forward import VARIANTS
 from .ops.autocast import under_autocast
 from .ops.formulas import acc_dtype, activate, to
 from .ops.gated import GatedArguments
 from .ops.operators import Arguments
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_is_tracing = torch._C._is_tracing
 
 
 def rms_norm_gated(
@@ -96,20 +94,18 @@ def rms_norm_gated(
 
 def run(a: GatedArguments) -> Tensor:
     """A gated norm; its group_size is what a user gives."""
-    a = _settled(a)
-    if _is_compiling():  # Dynamo does not trace the exception handling below; the fake checks
+    a, operator = _settled(a), gated.FAMILY.plain
+    if _is_compiling():
         input = a.input
         if input.dim() and choice.of_gated(input, a.group_size or input.shape[-1]) != "KERNEL":
-            return aten_rms_norm_gated(*a)
-        return gated.FAMILY.plain(*a)
-    if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
-        gated.check(a)
-        return gated.formula(a)[0]
-    try:
-        found: Tensor = gated.rms_norm_gated(*a)
-    except Exception as error:
-        raise arguments.explain(error, a, gated.check) from None
+            operator = VARIANTS[operator]
+        return operator(*a)
+    found: Tensor = calls.call(operator, a, gated.check, _in_pytorch)
     return found
+
+
+def _in_pytorch(a: GatedArguments) -> Tensor:
+    return gated.formula(a)[0]
 
 
 def _settled(a: GatedArguments) -> GatedArguments:

@@ -8,24 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
-from torch.nn import Parameter
 from torch.nn import functional as F
 
-from . import onnx, stock
+from . import calls, stock
+from .calls import plain
 from .modules import _options, _scripted_as, shown
-from .ops import arguments, autograd_library, formulas, groups
+from .ops import arguments, formulas, groups
 from .ops.groups import GroupArguments
 from .ops.load import operators
 from .stock import GroupNorm
 
-# Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
-_op = groups.group_norm._op
 _is_compiling = torch.compiler.is_dynamo_compiling
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_is_tracing = torch._C._is_tracing
-_in_transform = torch._C._are_functorch_transforms_active
-_OWN = (Parameter, type(None), Tensor)
 _FORWARD = stock.GROUP_NORM_FORWARD
 
 # torch.fx.symbolic_trace records each of these as one call.
@@ -84,7 +77,7 @@ def group_norm(
     """
     is_bare = activation is None and out_dtype is None and not _is_compiling()
     if is_bare and type(scale) is float and scale == 1.0:
-        y = _plain(input, num_groups, weight, bias, eps)
+        y = plain(False, input, num_groups, weight, bias, eps, True)
         if y is not None:
             return y
     return _run(
@@ -131,72 +124,14 @@ def ada_group_norm(
     )
 
 
-def _plain(input: Any, num_groups: Any, weight: Any, bias: Any, eps: Any) -> Tensor | None:
-    """PyTorch's function for a norm with nothing fused to it, or None where `_run` must decide.
-
-    As `plain` of calls.py: on CUDA the function leads to our kernels, by a negative number of
-    groups (csrc/per_torch/override_groups.h); on the CPU it is PyTorch's norm.
-    """
-    if (
-        type(input) is not Tensor
-        or (type(weight) is not Parameter and type(weight) not in _OWN)
-        or (bias is not None and type(bias) not in _OWN)
-        or type(num_groups) is not int
-        or num_groups < 1
-        or _function_modes()
-        or _in_transform()
-    ):
-        return None
-    try:
-        if input.is_cuda:
-            if not autograd_library.active or _dispatch_modes() or _is_tracing():
-                return None
-            num_groups = -num_groups
-        elif not (
-            eps == eps
-            and input.dim() > 1
-            and (weight is not None or bias is None)  # PyTorch's backward wants weight beside bias
-            and stock.has_own_norm(input, weight, bias, False)
-        ):
-            return None
-        return torch.group_norm(input, num_groups, weight, bias, eps)
-    except (RuntimeError, TypeError, ValueError) as error:
-        if _is_refusal(error, GroupArguments(input, num_groups, None, None, weight, bias, eps)):
-            return None
-        raise
-
-
-def _is_refusal(error: Exception, a: GroupArguments) -> bool:
-    """Whether an error of `_plain` says that the call is not for it, and so comes before any work.
-
-    Where our kernels are not reached, PyTorch refuses the negative number, and names it.
-    """
-    refusals = ["the kernels do not take such a norm"]
-    if a.num_groups < 0:
-        refusals.append(f"got {a.num_groups}")
-    if any(refusal in str(error) for refusal in refusals):
-        return True
-    try:
-        groups.check(_settled(a._replace(num_groups=abs(a.num_groups))))
-    except Exception:
-        return True
-    return False
-
-
 def _run(a: GroupArguments) -> Tensor:
     a = _settled(a)
-    if _is_compiling():  # Dynamo does not trace the exception handling below; the fake checks
+    if _is_compiling():
         return groups.group_norm(*a)
-    if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
-        groups.check(a)
-        return _in_onnx(a)
     if a.input.dim() > 1 and not a.has_kernel:
         groups.check(a)
         return groups.by_formula(a)
-    try:
-        found: Tensor = _op(*a)
-    except Exception as error:
-        raise arguments.explain(error, a, groups.check) from None
+    found: Tensor = calls.call(groups.group_norm, a, groups.check, _in_onnx)
     return found
 
 
@@ -214,7 +149,7 @@ def _in_onnx(a: GroupArguments) -> Tensor:
     acc = a.input.dtype if a.is_plain and len(dtypes) == 1 else formulas.acc_dtype(a.input.dtype)
     weight, bias = formulas.to(a.weight, acc), formulas.to(a.bias, acc)
     z = torch.group_norm(a.input.to(acc), a.num_groups, weight, bias, a.eps)
-    return groups.epilogue(a, groups.modulated(a, z))
+    return groups.epilogue(a, z)
 
 
 def as_pytorch_reads(x: Tensor) -> Tensor:
@@ -234,9 +169,7 @@ class FusedGroupNorm(nn.GroupNorm):
 
     Args:
         num_groups, num_channels, eps, affine, device, dtype, bias: as nn.GroupNorm's.
-        activation: None, ``"gelu"``, ``"gelu_tanh"``, ``"silu"``, ``"relu"`` or ``"leaky_relu"``.
-        scale: a finite number that multiplies the result.
-        out_dtype: the result's dtype; by default what nn.GroupNorm gives.
+        activation, scale, out_dtype: as :class:`FusedLayerNorm`'s, and ``"leaky_relu"``.
     """
 
     # Attributes that torch.jit.script compiles as constants.
@@ -297,7 +230,7 @@ class FusedGroupNorm(nn.GroupNorm):
             except (AttributeError, KeyError):  # also where another thread unswaps the module
                 is_plain = False
             if is_plain:
-                y = _plain(input, count, weight, bias, eps)
+                y = plain(False, input, count, weight, bias, eps, True)
                 if y is not None:
                     return y
         is_swapped = getattr(self, "_is_swapped", None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import onnx
+from . import calls
 from .ops import arguments
 from .ops.autograd import in_forward_mode, needs_grad
 from .ops.head_formulas import (
@@ -20,11 +20,6 @@ from .ops.head_formulas import (
 )
 from .ops.heads import qk_norm_rope as _operator
 
-# Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
-_op = _operator._op
-_is_compiling = torch.compiler.is_dynamo_compiling
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_is_tracing = torch._C._is_tracing
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _LAYER_EPS = 1e-5
 
@@ -139,20 +134,14 @@ def _run(a: HeadArguments) -> tuple[Tensor, Tensor]:
     if a.q.dim() == 4 and (needs_grad_of_angles(a) or not has_kernel(a)):
         check(a)
         return by_formula(a)
-    if _is_compiling():
+    if calls.is_compiling():
         return _operator(*a)
-    if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
-        check(a)
-        return by_formula(a)
-    try:
-        if needs_grad(*a[:6]) or in_forward_mode():
-            found: tuple[Tensor, Tensor] = _op(*a)
-        else:
-            # Autograd of this operator is in Python, and would do nothing.
-            with _below_autograd():
-                found = _op(*a)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise arguments.explain(error, a, check) from None
+    found: tuple[Tensor, Tensor]
+    if needs_grad(*a[:6]) or in_forward_mode():
+        found = calls.call(_operator, a, check, by_formula)
+    else:
+        with _below_autograd():  # autograd of this operator is in Python, and would do nothing
+            found = calls.call(_operator, a, check, by_formula)
     return found
 
 

@@ -112,19 +112,14 @@ def _once(read: Any) -> Any:
         return result
 
     found.known = known  # type: ignore[attr-defined]
+    # Dynamo calls it while it traces, as torch.compiler.assume_constant_result would have it.
+    found._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return found
 
 
+@_once
 def _rotation(cls: Any) -> Rotation | None:
     """What the forward of a module that `kernels` made of a function rotates by, if it is known."""
-    return _read_rotation(cls)
-
-
-_rotation._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@_once
-def _read_rotation(cls: Any) -> Rotation | None:
     cells = [cell.cell_contents for cell in getattr(cls.forward, "__closure__", None) or ()]
     functions = [value for value in cells if isinstance(value, types.FunctionType)]
     if len(functions) != 1:
@@ -146,16 +141,8 @@ def _by_source(module: Any, *args: Any) -> Tensor:
     return cls.forward(module, *args) if y is None else y
 
 
+@_once
 def _digest(cls: Any) -> str:
     """The digest of the class's source; empty if it cannot be read."""
-    return _read(cls)
-
-
-# Dynamo calls it while it traces, as torch.compiler.assume_constant_result would have it.
-_digest._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@_once
-def _read(cls: Any) -> str:
     found = source.read(cls)
     return "" if found is None else found.digest

@@ -81,7 +81,7 @@ class FusedLayerNorm(nn.LayerNorm):
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as nn.LayerNorm's.
         activation: None, ``"gelu"``, ``"gelu_tanh"``, ``"silu"`` or ``"relu"``.
         scale: a finite number that multiplies the result.
-        out_dtype: the result's dtype; by default what nn.LayerNorm gives.
+        out_dtype: the result's dtype; by default what PyTorch's class gives.
     """
 
     # Attributes that torch.jit.script compiles as constants.
@@ -215,9 +215,7 @@ class FusedRMSNorm(nn.RMSNorm):
             sum is one: to zero for Gemma's offset of 1.
         round_before_weight: whether the normalized value is rounded to input's dtype before it is
             multiplied by weight, as Llama's norm does.
-        activation: None, ``"gelu"``, ``"gelu_tanh"``, ``"silu"`` or ``"relu"``.
-        scale: a finite number that multiplies the result.
-        out_dtype: the result's dtype; by default what nn.RMSNorm gives.
+        activation, scale, out_dtype: as :class:`FusedLayerNorm`'s.
     """
 
     # Attributes that torch.jit.script compiles as constants.
@@ -365,8 +363,22 @@ class FusedAddRMSNorm(FusedRMSNorm):
         )
 
 
-def _shown_2d(norm: Any) -> str:
-    return f"{norm.normalized_shape[0]}, eps={norm.eps}, affine={norm.elementwise_affine}"
+class _Norm2d(nn.Module):
+    """What the norms over channels have beside their class."""
+
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float = 1e-6,
+        affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_channels, eps, affine, device=device, dtype=dtype)
+
+    def extra_repr(self) -> str:
+        norm: Any = self
+        return f"{norm.normalized_shape[0]}, eps={norm.eps}, affine={norm.elementwise_affine}"
 
 
 def _check_channels(channels: int, weight: Tensor | None, input: Tensor) -> None:
@@ -377,7 +389,7 @@ def _check_channels(channels: int, weight: Tensor | None, input: Tensor) -> None
         )
 
 
-class FusedLayerNorm2d(FusedLayerNorm):
+class FusedLayerNorm2d(_Norm2d, FusedLayerNorm):
     """LayerNorm over the channels of ``(N, C, H, W)``: :func:`layer_norm` with ``dim=1``.
 
     The state is that of timm's LayerNorm2d. The result has input's memory format. Inputs of any two
@@ -390,16 +402,6 @@ class FusedLayerNorm2d(FusedLayerNorm):
         device, dtype: of the parameters.
     """
 
-    def __init__(
-        self,
-        num_channels: int,
-        eps: float = 1e-6,
-        affine: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_channels, eps, affine, True, device, dtype)
-
     def forward(self, input: Tensor) -> Tensor:
         _check_channels(self.normalized_shape[0], self.weight, input)
         if _is_scripting():
@@ -408,25 +410,12 @@ class FusedLayerNorm2d(FusedLayerNorm):
             return y.movedim(-1, 1)
         return layer_norm(input, self.weight, self.bias, self.eps, dim=1)
 
-    def extra_repr(self) -> str:
-        return _shown_2d(self)
 
-
-class FusedRMSNorm2d(FusedRMSNorm):
+class FusedRMSNorm2d(_Norm2d, FusedRMSNorm):
     """RMSNorm over the channels of ``(N, C, H, W)``: :func:`rms_norm` with ``dim=1``.
 
     The state is that of timm's RmsNorm2d. The rest is as in :class:`FusedLayerNorm2d`.
     """
-
-    def __init__(
-        self,
-        num_channels: int,
-        eps: float = 1e-6,
-        affine: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_channels, eps, affine, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         _check_channels(self.normalized_shape[0], self.weight, x)
@@ -437,6 +426,3 @@ class FusedRMSNorm2d(FusedRMSNorm):
             )
             return y.movedim(-1, 1)
         return rms_norm(x, self.weight, self.eps, dim=1)
-
-    def extra_repr(self) -> str:
-        return _shown_2d(self)

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ..ops import arguments
-from ..ops.aten_forward import aten_variant
+from ..ops.aten_forward import VARIANTS
 from ..ops.operators import (
     ADA_LAYER_NORM,
     ADD_ADA_LAYER_NORM,
@@ -30,8 +31,8 @@ from . import rules
 # Dynamo of torch 2.10 cannot follow the choice: there, every call keeps its kernel.
 CHOOSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
-_ATEN_LAYER_NORM = aten_variant(LAYER_NORM)
-_ATEN_ADD_LAYER_NORM = aten_variant(ADD_LAYER_NORM)
+_ATEN_LAYER_NORM = VARIANTS[LAYER_NORM.overload]
+_ATEN_ADD_LAYER_NORM = VARIANTS[ADD_LAYER_NORM.overload]
 
 
 def run(a: Arguments) -> Any:
@@ -40,18 +41,18 @@ def run(a: Arguments) -> Any:
     if a.is_modulated:
         return _call(ADA_LAYER_NORM if a.residual is None else ADD_ADA_LAYER_NORM, a)
     choice = _choice_for(a)
-    if choice == "KERNEL":
-        return _call(LAYER_NORM if a.residual is None else ADD_LAYER_NORM, a)
     if choice == "PYTORCH" and _has_own_norm(a):
         if a.is_rms:
             return torch.rms_norm(a.input, a.normalized_shape, a.weight, a.eps)
         return torch.layer_norm(a.input, a.normalized_shape, a.weight, a.bias, a.eps)
-    return _call(_ATEN_LAYER_NORM if a.residual is None else _ATEN_ADD_LAYER_NORM, a)
+    if a.residual is None:
+        return _call(LAYER_NORM, a, None if choice == "KERNEL" else _ATEN_LAYER_NORM)
+    return _call(ADD_LAYER_NORM, a, None if choice == "KERNEL" else _ATEN_ADD_LAYER_NORM)
 
 
-def _call(operator: Operator, a: Arguments) -> Any:
-    """Operator.lay_out is nothing that Dynamo can trace."""
-    return operator.overload(*[getattr(a, name) for name in operator.fields])
+def _call(operator: Operator, a: Arguments, variant: OpOverload | None = None) -> Any:
+    """A call of the operator or its variant. Operator.lay_out is nothing that Dynamo can trace."""
+    return (variant or operator.overload)(*[getattr(a, name) for name in operator.fields])
 
 
 def _check_types(a: Arguments) -> None:

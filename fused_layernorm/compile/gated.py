@@ -12,13 +12,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch._ops import OpOverload
-from torch.fx import Graph, Node
+from torch.fx import Node
 
+from ..ops.gated import FAMILY
+from ..ops.operators import Arguments
 from . import patterns, sites
-from . import replace as replacing
-from .effects import Effects
 from .patterns import PARSED, Match, matches
 from .reading import before_casts, origin, read, value_of
+from .rules import Fusion
 from .sites import Site, are_equal, shape_of
 
 
@@ -27,6 +28,21 @@ class GatedSite(Site):
     gate_first: bool = False
     gate_activation: str = "silu"
     group_size: Any = 0  # of all columns
+
+    has_rows = False
+    fusion = Fusion.GATED
+
+    @property
+    def cols(self) -> Any:
+        return self.group_size or super().cols
+
+    def overload(self, a: Arguments) -> OpOverload:
+        return FAMILY.plain
+
+    def lay_out(self, a: Arguments) -> tuple[Any, ...]:
+        form = (self.gate_first, self.gate_activation, self.group_size, a.out_dtype)
+        last = (a.weight_offset, a.round_before_weight)
+        return (a.input, a.gate, a.weight, a.bias, a.eps, *form, *last)
 
 
 def candidates(site: Site) -> Iterator[GatedSite]:
@@ -123,17 +139,3 @@ def _with_gate_behind(site: GatedSite) -> Iterator[GatedSite]:
         gate, nodes = match.values["gate"], site.nodes | match.nodes
         activation = patterns.GATES[expression]
         yield replace(site, y=root, nodes=nodes, gate=gate, gate_activation=activation)
-
-
-def apply(
-    checked: replacing.Replacement, operator: OpOverload, graph: Graph, effects: Effects
-) -> None:
-    """Replaces a site by the operator; raises NotFused, and changes nothing, where it cannot be."""
-    site: Any = checked.site
-    a = checked.arguments
-    form = (site.gate_first, site.gate_activation, site.group_size, a.out_dtype)
-    kind = (a.weight_offset, a.round_before_weight)
-    with replacing.making(graph, site.y, site.norm, effects) as maker:
-        y = maker.make(operator, (a.input, a.gate, a.weight, a.bias, a.eps, *form, *kind))
-        replacing.check_alike(site.y, y, a.out_dtype)
-    replacing.take_place(y, checked, graph, maker)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import warnings
 from dataclasses import dataclass, field
@@ -16,13 +15,11 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from ..ops import aten_forward
-from ..ops.gated import FAMILY
-from ..ops.groups import group_norm
 from . import gated, groups, replace, rotations, rules, sites
 from .effects import Effects, name_of_target
 from .reading import origin, read, value_of
 from .replace import NotFused
-from .rules import Choice, Columns, Fusion, Problem
+from .rules import Choice, Columns, Problem
 from .sites import Site
 
 
@@ -85,7 +82,9 @@ def _run_graph(graph: Graph, settings: Settings) -> list[Row]:
         effects = Effects(graph)
         _join(graph, effects)
         if settings.deterministic or not settings.with_inductor:
-            _take_back(graph)
+            # aten_ variants leave the forward pass to Inductor.
+            for node in graph.nodes:
+                node.target = aten_forward.KERNELS.get(node.target, node.target)
     except Exception as error:
         return [_failed(node, error)]
     for node in list(graph.nodes):
@@ -125,12 +124,6 @@ def _failed(node: Node, error: Exception) -> Row:
     return Row(node.name, _where(node), notes=["the pass failed"], error=error)
 
 
-def _take_back(graph: Graph) -> None:
-    """Replaces aten_ variants, which leave the forward pass to Inductor, by their operators."""
-    for node in graph.nodes:
-        node.target = aten_forward.KERNELS.get(node.target, node.target)
-
-
 def _join(graph: Graph, effects: Effects) -> None:
     """Removes a cat of a tensor's two parts, where it cannot be told from the tensor itself."""
     outputs = graph.find_nodes(op="output")
@@ -152,8 +145,9 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
     notes = site.notes
     if notes:  # no operator computes this norm
         return _row(site, None, "", notes)
-    of_groups = isinstance(site, groups.GroupSite)
-    kinds = [groups.candidates] if of_groups else [gated.candidates, sites.candidates]
+    kinds = [gated.candidates, sites.candidates]
+    if isinstance(site, groups.GroupSite):
+        kinds = [groups.candidates]
     for candidate in itertools.chain.from_iterable(kind(site) for kind in kinds):
         try:
             checked = replace.check(candidate, effects, settings.with_inductor)
@@ -161,21 +155,12 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
             rule = rules.choose(problem)
             if rule.choice is Choice.PYTORCH:
                 return _row(candidate, None, rule.reason, notes)
-            has_kernel, fused = rule.choice is Choice.KERNEL, checked.operator
-            if not (has_kernel or of_groups):
-                fused = aten_forward.aten_variant(fused)
-            is_gated = isinstance(candidate, gated.GatedSite)
-            overload = group_norm if of_groups else fused.overload
-            if is_gated:
-                overload = FAMILY.plain if has_kernel else aten_forward.aten_rms_norm_gated
+            overload = candidate.overload(checked.arguments)
+            if rule.choice is Choice.INDUCTOR:
+                overload = aten_forward.VARIANTS[overload]
             row = _row(candidate, overload, rule.reason, notes)
             row.fused += ["cast"] * (checked.narrowed is not None)
-            if of_groups:
-                groups.apply(checked, graph, effects)
-            elif is_gated:
-                gated.apply(checked, overload, graph, effects)
-            else:
-                replace.apply(checked, fused, graph, effects, problem.columns)
+            replace.apply(checked, overload, graph, effects, problem.columns)
             return row
         except NotFused as reason:
             if str(reason) not in notes:
@@ -184,27 +169,15 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
 
 
 def _problem(site: Site, settings: Settings) -> Problem:
-    options = settings._asdict()
-    if isinstance(site, groups.GroupSite):
-        return Problem(Fusion.GROUPS, None, False, **options)
-    cols = math.prod(site.normalized_shape)
-    if isinstance(site, gated.GatedSite):
-        fusion, cols = Fusion.GATED, site.group_size or cols
-    elif site.is_modulated or site.gate is not None:
-        fusion = Fusion.MODULATED
-    elif site.activation is not None:
-        fusion = Fusion.ACTIVATED
-    else:
-        fusion = Fusion.PLAIN if site.residual is None else Fusion.RESIDUAL
-    neighbours = [origin(site.input), *site.y.users]
+    neighbours, cols = [origin(site.input), *site.y.users], site.cols
     return Problem(
-        fusion,
+        site.fusion,
         cols if isinstance(cols, int) else None,
         any(map(_is_elementwise, neighbours)),
         _columns(site, settings),
         site.dim is not None,
         statistic=site.statistic,
-        **options,
+        **settings._asdict(),
     )
 
 

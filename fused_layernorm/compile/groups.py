@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch._ops import OpOverload
+from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
-from ..ops.groups import group_norm
-from ..ops.load import operators
+from ..ops.groups import GroupArguments, group_norm
+from ..ops.operators import Arguments
 from . import patterns, sites
-from . import replace as replacing
-from .effects import Effects
 from .patterns import Viewed
 from .reading import Call, dtype_of, is_tensor, read, reads, value_of
-from .replace import NotFused
+from .replace import NotFused, check_alike
+from .rules import Fusion
 from .sites import Site, are_equal
 
 # ---- How they are called.
@@ -68,23 +68,14 @@ def _instance_norm(
     return Call("group_norm", (input, value_of(input).shape[1], weight, bias, eps))
 
 
-@reads(operators.group_norm.default)
-def _fused_group_norm(
-    input: Any,
-    num_groups: Any,
-    shift: Any,
-    scale: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    activation: Any = None,
-    output_scale: Any = 1.0,
-    out_dtype: Any = None,
-) -> Call | None:
+@reads(group_norm)
+def _fused_group_norm(*args: Any, **kwargs: Any) -> Call | None:
     """This package's operator, which a swapped module calls."""
-    if shift is not None or scale is not None or activation is not None or output_scale != 1.0:
+    a = GroupArguments(*args, **kwargs)
+    is_bare = a.activation is None and a.output_scale == 1.0
+    if not is_bare or a.shift is not None or a.scale is not None:
         return None
-    return Call("group_norm", (input, num_groups, weight, bias, eps))
+    return Call("group_norm", (a.input, a.num_groups, a.weight, a.bias, a.eps))
 
 
 # ---- What follows them.
@@ -93,8 +84,11 @@ def _fused_group_norm(
 @dataclass
 class GroupSite(Site):
     num_groups: Any = 1
+    has_rows = False
     is_activated_after_modulation = True
     activations = patterns.GROUP_ACTIVATIONS
+    fusion = Fusion.GROUPS
+    cols = None
 
     @property
     def normalized_shape(self) -> torch.Size:
@@ -104,6 +98,21 @@ class GroupSite(Site):
         """Whether a shift or scale has a number for each channel of each sample."""
         shape = value_of(self.norm).shape
         return are_equal(sites.shape_of(modulation), [*shape[:2], *[1] * (len(shape) - 2)])
+
+    def overload(self, a: Arguments) -> OpOverload:
+        return group_norm
+
+    def lay_out(self, a: Arguments) -> tuple[Any, ...]:
+        last = (a.eps, a.activation, a.output_scale, a.out_dtype)
+        return (a.input, self.num_groups, a.shift, a.scale, a.weight, a.bias, *last)
+
+    def as_read(self, y: Node, maker: Any) -> Node:
+        try:
+            check_alike(self.y, y, dtype_of(y))
+        except NotFused:
+            if not _users_do_not_mind(self.y, y):
+                return maker.make(torch.ops.aten.contiguous.default, (y,))
+        return y
 
 
 def find(node: Node) -> GroupSite | None:
@@ -126,27 +135,6 @@ def candidates(site: Site) -> Iterator[Site]:
     if grown.y is not site.y:
         yield grown
     yield site
-
-
-def apply(checked: replacing.Replacement, graph: Graph, effects: Effects) -> None:
-    """Replaces a site by the operator; raises NotFused, and changes nothing, where it cannot be."""
-    site: Any = checked.site
-    a = checked.arguments
-    out_dtype: Any = a.out_dtype
-    with replacing.making(graph, site.y, site.norm, effects) as maker:
-        scale: Any = a.scale
-        if isinstance(scale, Viewed):
-            scale = maker.make_views(scale.base, scale.views)
-        last = (a.eps, a.activation, a.output_scale, out_dtype)
-        args = (a.input, site.num_groups, a.shift, scale, a.weight, a.bias, *last)
-        y = maker.make(group_norm, args)
-        try:
-            replacing.check_alike(site.y, y, dtype_of(y))
-        except NotFused:
-            if not _users_do_not_mind(site.y, y):
-                y = maker.make(torch.ops.aten.contiguous.default, (y,))
-                replacing.check_alike(site.y, y, out_dtype)
-    replacing.take_place(y, checked, graph, maker)
 
 
 def _users_do_not_mind(old: Node, new: Node) -> bool:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from ..ops import aten_forward, load
+from ..ops import load
 from ..ops.arguments import DTYPES, HALF, rms_eps
-from ..ops.operators import LAYER_NORM
+from ..ops.aten_forward import VARIANTS
 
 aten = torch.ops.aten
 
@@ -208,14 +208,15 @@ def _gelu(input: Any, approximate: str = "none") -> Call | None:
     return Call(names[approximate], (input,)) if approximate in names else None
 
 
-@reads(F.silu, torch._C._nn.silu, aten.silu.default)
-def _silu(input: Any, inplace: Any = False) -> Call | None:
-    return None if inplace else Call("silu", (input,))
+def _reads_activation(name: str, *targets: Any) -> None:
+    def reader(input: Any, inplace: Any = False) -> Call | None:
+        return None if inplace else Call(name, (input,))
+
+    reads(*targets, getattr(F, name), getattr(aten, name).default)(reader)
 
 
-@reads(F.relu, torch.relu, "relu", aten.relu.default)
-def _relu(input: Any, inplace: Any = False) -> Call | None:
-    return None if inplace else Call("relu", (input,))
+_reads_activation("silu", torch._C._nn.silu)
+_reads_activation("relu", torch.relu, "relu")
 
 
 @reads(F.leaky_relu, torch._C._nn.leaky_relu, aten.leaky_relu.default)
@@ -270,27 +271,15 @@ def _fused_rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: Any) ->
     return _norm("_fused_rms_norm", len(normalized_shape), input, weight, None, eps)
 
 
-@reads(load.layer_norm, aten_forward.aten_variant(LAYER_NORM).overload)
-def _fused_layer_norm(
-    input: Any,
-    normalized_ndim: int,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    activation: Any = None,
-    scale: Any = 1.0,
-    out_dtype: Any = None,
-    statistic: Any = "layer",
-    weight_offset: Any = 0.0,
-    round_before_weight: Any = False,
-    keeps_order: Any = False,
-) -> Call | None:
+@reads(load.layer_norm, VARIANTS[load.layer_norm])
+def _fused_layer_norm(*args: Any, **kwargs: Any) -> Call | None:
     """This package's operator or its aten_ variant, which a swapped module calls."""
-    if activation is not None or scale != 1.0 or keeps_order:
+    a = load.call_of(load.layer_norm)(*args, **kwargs)
+    if a.activation is not None or a.scale != 1.0 or a.keeps_order:
         return None
-    name = "rms_norm" if statistic == "rms" else "layer_norm"
-    operands = (input, weight, bias, eps, weight_offset, round_before_weight)
-    return _norm(name, normalized_ndim, *operands)
+    name = "rms_norm" if a.statistic == "rms" else "layer_norm"
+    options = (a.weight_offset, a.round_before_weight)
+    return _norm(name, a.normalized_ndim, a.input, a.weight, a.bias, a.eps, *options)
 
 
 # ---- Readers that take the node itself -----------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..ops import load
 from ..ops.arguments import DTYPES, HALF, name_of
-from ..ops.operators import Arguments, Operator, describe, operator_of, values
+from ..ops.operators import Arguments, describe, values
 from . import autocast
 from .effects import Effects
 from .patterns import Viewed
@@ -44,7 +45,6 @@ class Replacement(NamedTuple):
     """A checked site: what to call, with what, and where."""
 
     site: Site
-    operator: Operator
     arguments: Arguments  # nodes where the operator takes tensors; scale may be Viewed
     after: Node | None  # insert the call after this node; None: before the site's last node
     narrowed: autocast.Narrowed | None  # how the kernel rounds in autocast's place, if it does
@@ -71,7 +71,7 @@ def check(site: Site, effects: Effects, functional: bool) -> Replacement:
     _check_effects(site, arguments, start, effects)
     if not functional:
         _check_saved(site, arguments, start, effects)
-    return Replacement(site, operator_of(arguments), arguments, after, narrowed)
+    return Replacement(site, arguments, after, narrowed)
 
 
 def _check_values(site: Site) -> None:
@@ -282,13 +282,13 @@ def example_of(node: Node) -> Any:
 
 
 def apply(
-    replacement: Replacement, fused: Operator, graph: Graph, effects: Effects, columns: Columns
-) -> Node:
-    """Replaces the site by the operator `fused`, and returns its node.
+    replacement: Replacement, fused: OpOverload, graph: Graph, effects: Effects, columns: Columns
+) -> None:
+    """Replaces the site by the operator `fused`.
 
-    A copy stands before an operator that would copy in every call, so that the compiler may fuse it
-    with what precedes it, and backward reuses it. None stands where `columns` are read in place,
-    nor where y lies as x does.
+    A copy stands before an operator of rows that would copy in every call, so that the compiler may
+    fuse it with what precedes it, and backward reuses it. None stands where `columns` are read in
+    place, nor where y lies as x does.
 
     Raises NotFused, and leaves the graph as it was, where a result would differ in dtype, device,
     shape or strides.
@@ -300,7 +300,7 @@ def apply(
         if isinstance(arguments.scale, Viewed):
             scale = maker.make_views(arguments.scale.base, arguments.scale.views)
             arguments = arguments._replace(scale=scale)
-        in_place = columns is Columns.CHANNELS or site.dim is not None
+        in_place = columns is Columns.CHANNELS or site.dim is not None or not site.has_rows
         rows: dict[str, Any] = {
             name: maker.make(torch.ops.aten.contiguous.default, (operand,))
             for name in (() if in_place else ("input", "residual"))
@@ -315,8 +315,8 @@ def apply(
             input = rows.get("input", arguments.input)
             rows["input"] = maker.make(torch.ops.aten.permute.default, (input, order))
         arguments = arguments._replace(**rows)
-        node = maker.make(fused.overload, fused.lay_out(arguments))
-        outputs = [node]
+        node = maker.make(fused, site.lay_out(arguments))
+        outputs = [site.as_read(node, maker)]
         if order is not None:
             back = [order.index(i) for i in range(len(order))]
             outputs = [maker.make(torch.ops.aten.permute.default, (node, back))]
@@ -327,33 +327,21 @@ def apply(
             check_alike(old, output, dtype)
     # The old examples are kept: they share memory with those of views that stay in the graph.
     values = [value_of(old) for old in olds]
-    if replacement.narrowed is not None:
+    if replacement.narrowed is not None or not site.has_rows:
         values[0] = value_of(outputs[0])
-    if order is None:
+    if order is None and site.has_rows:
         maker.set_example(node, values[0] if site.residual_out is None else tuple(values))
     for old, output, value in zip(olds, outputs, values, strict=True):
         maker.set_example(output, value)
         old.replace_all_uses_with(output)
     for old in olds:
         erase(old, graph)
-    _show_moved(replacement, maker)
-    return node
-
-
-def take_place(y: Node, checked: Replacement, graph: Graph, maker: Maker) -> None:
-    """Puts a node in the place of the site's result, with what follows that was narrowed."""
-    checked.site.y.replace_all_uses_with(y)
-    erase(checked.site.y, graph)
-    _show_moved(checked, maker)
-
-
-def _show_moved(checked: Replacement, maker: Maker) -> None:
-    for moved in () if checked.narrowed is None else checked.narrowed.moved:
+    for moved in () if replacement.narrowed is None else replacement.narrowed.moved:
         maker.set_example(moved, example_of(moved))
 
 
 def _order(site: Site) -> list[int] | None:
-    """The order in which the operator takes the dimensions; None if it is theirs.
+    """The order in which an operator of rows takes the dimensions; None if it is theirs.
 
     One normalized dimension comes last. Otherwise it is the order of the result in memory.
 
@@ -364,21 +352,20 @@ def _order(site: Site) -> list[int] | None:
     value = value_of(site.y)
     if site.dim is not None:
         return [*(i for i in range(value.dim()) if i != site.dim), site.dim]
-    if site.residual is not None or site.is_modulated:
+    if site.residual is not None or site.is_modulated or not site.has_rows:
         return None
     leading = value.dim() - site.normalized_ndim
-    strides = [_hint(stride) for stride in value.stride()[:leading]]
+    # A size, or the number that a symbolic size had in the example; None if it had none.
+    strides: list[Any] = [
+        stride.node.hint if isinstance(stride, torch.SymInt) else stride
+        for stride in value.stride()[:leading]
+    ]
     if None in strides:
         return None
     counted = [i for i in range(leading) if not are_equal([value.shape[i]], [1])]
     if counted == sorted(counted, key=lambda i: -strides[i]):
         return None
     return [*sorted(range(leading), key=lambda i: -strides[i]), *range(leading, value.dim())]
-
-
-def _hint(size: Any) -> Any:
-    """A size, or the number that a symbolic size had in the example; None if it had none."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 # The kernels of a norm alone read channels where they lie, unless a block cannot hold a sector of

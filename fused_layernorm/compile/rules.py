@@ -10,8 +10,10 @@ that takes the variants in turns.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from enum import Enum
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 # The device types that the rules are for. Tests add the CPU, where the operators run on PyTorch's.
 DEVICES = {"cuda"}
@@ -66,21 +68,14 @@ class Rule(NamedTuple):
     choice: Choice
     reason: str  # with the measurement
     fusions: tuple[Fusion, ...] = tuple(Fusion)
-    has_neighbours: bool | None = None
-    columns: Columns | None = None
-    keeps_order: bool | None = None
     cols: tuple[int, int] | None = None  # at least and at most
     multiple_of: int = 1  # of which cols is a multiple
-    with_inductor: bool | None = None
-    deterministic: bool | None = None
-    with_hidden_casts: bool | None = None
-    statistic: str | None = None
-    is_call: bool | None = None
+    where: Mapping[str, Any] = MappingProxyType({})  # what other fields of a problem must be
 
     def fits(self, problem: Problem) -> bool:
         return (
             problem.fusion in self.fusions
-            and all(getattr(self, name) in (None, getattr(problem, name)) for name in _MATCHED)
+            and all(getattr(problem, name) == value for name, value in self.where.items())
             and (self.cols is None or self._fits_cols(problem.cols, *self.cols))
         )
 
@@ -88,23 +83,16 @@ class Rule(NamedTuple):
         return cols is not None and least <= cols <= most and cols % self.multiple_of == 0
 
 
-# What a rule and a problem have under one name; None in a rule fits either.
-_MATCHED = (
-    *("has_neighbours", "columns", "keeps_order", "with_inductor", "deterministic"),
-    *("with_hidden_casts", "statistic", "is_call"),
-)
-
-
 RULES = (
     Rule(
         Choice.KERNEL,
         "no compiler follows that would make a kernel of it",
-        with_inductor=False,
+        where={"with_inductor": False},
     ),
     Rule(
         Choice.KERNEL,
         "deterministic algorithms are asked for: Inductor's forward is not batch-invariant",
-        deterministic=True,
+        where={"deterministic": True},
     ),
     Rule(
         Choice.KERNEL,
@@ -125,8 +113,7 @@ RULES = (
         "written out over a dimension that no kernel reads where it lies (a few pixels of many "
         "channels, thousands of channels), or beside convolutions, whose results Inductor may turn "
         "to channels_last: our operator would need copies each way, Inductor's own kernels none",
-        columns=Columns.APART,
-        keeps_order=True,
+        where={"columns": Columns.APART, "keeps_order": True},
     ),
     Rule(
         Choice.PYTORCH,
@@ -134,8 +121,8 @@ RULES = (
         "takes 5.39 ms stock, 5.41 with our backward kernel (transformers' 8.26, 8.38), Swin 12.45 "
         "and 12.51, ConvNeXt 6.29 and 6.93; the backend sees the casts, and is faster than stock",
         fusions=(Fusion.PLAIN,),
-        with_hidden_casts=True,
         cols=(1, 1024),
+        where={"with_hidden_casts": True},
     ),
     Rule(
         Choice.KERNEL,
@@ -155,7 +142,7 @@ RULES = (
         "times as fast as Inductor's kernels forward and 1.02 to 1.86 times backward; if permuted, "
         "which writes NHWC, 0.99 to 2.53 and 1.26 to 2.10 times",
         fusions=(Fusion.PLAIN,),
-        columns=Columns.CHANNELS,
+        where={"columns": Columns.CHANNELS},
     ),
     Rule(
         Choice.INDUCTOR,
@@ -163,7 +150,7 @@ RULES = (
         "which Inductor lays out itself: a training step of ConvNeXt takes 6.29 ms stock, 6.31 "
         "with our forward kernel and a copy before it, 5.64 so",
         fusions=(Fusion.PLAIN, Fusion.RESIDUAL),
-        columns=Columns.APART,
+        where={"columns": Columns.APART},
     ),
     Rule(
         Choice.PYTORCH,
@@ -172,8 +159,7 @@ RULES = (
         "with our backward kernels, 103.5 where our backend fuses them; of Llama 198.1, 199.4, "
         "196.2; of Gemma 3 106.3, 106.8, 104.2",
         fusions=(Fusion.PLAIN,),
-        statistic="rms",
-        is_call=True,
+        where={"statistic": "rms", "is_call": True},
     ),
     Rule(
         Choice.INDUCTOR,
@@ -181,7 +167,7 @@ RULES = (
         "768, 95.7 at 2048, 183 at 4096, 21.0 at 4096 x 2880, with a residual 376 at 32768 x 4096, "
         "its backward at 0.51 to 0.90",
         fusions=(Fusion.PLAIN, Fusion.RESIDUAL),
-        statistic="rms",
+        where={"statistic": "rms"},
     ),
     Rule(
         Choice.INDUCTOR,
@@ -198,9 +184,9 @@ RULES = (
         "round trip through memory costs: 66 against 99 at 2048, 132 against 183 at 4096, 143 and "
         "139 at 8192, where one copy takes 68, 130, 129",
         fusions=(Fusion.PLAIN,),
-        has_neighbours=True,
         cols=(1, 16384),
         multiple_of=256,
+        where={"has_neighbours": True},
     ),
     Rule(
         Choice.KERNEL,

@@ -6,16 +6,19 @@ A Site is not yet known to be safe to replace: replace.py checks that.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..ops.arguments import HALF
+from ..ops.operators import Arguments, operator_of
 from . import patterns
 from .patterns import PARSED, Match, Viewed, matches
 from .reading import (
@@ -28,6 +31,7 @@ from .reading import (
     read,
     value_of,
 )
+from .rules import Fusion
 
 
 @dataclass
@@ -57,6 +61,8 @@ class Site:
     dim: int | None = None  # the one dimension that is normalized, if it is not among the last
     notes: list[str] = field(default_factory=list)  # what was left, and why
 
+    # Whether the operator takes rows in any order of memory, and copies none of them.
+    has_rows = True
     is_activated_after_modulation = False  # whether an operator has both, in this order
     activations = patterns.ACTIVATIONS
 
@@ -67,8 +73,33 @@ class Site:
         return shape[first : first + self.normalized_ndim]
 
     @property
+    def cols(self) -> Any:
+        """How many columns are normalized together, or None where the rules do not ask."""
+        return math.prod(self.normalized_shape)
+
+    @property
+    def fusion(self) -> Fusion:
+        if self.is_modulated or self.gate is not None:
+            return Fusion.MODULATED
+        if self.activation is not None:
+            return Fusion.ACTIVATED
+        return Fusion.PLAIN if self.residual is None else Fusion.RESIDUAL
+
+    @property
     def is_modulated(self) -> bool:
         return self.shift is not None or self.scale is not None
+
+    def overload(self, a: Arguments) -> OpOverload:
+        """The operator that computes the site, of which these are the arguments."""
+        return operator_of(a).overload
+
+    def lay_out(self, a: Arguments) -> tuple[Any, ...]:
+        """The operator's arguments in the order of its schema."""
+        return operator_of(a).lay_out(a)
+
+    def as_read(self, y: Node, maker: Any) -> Node:
+        """What takes the place of the site's result, of what the operator gives."""
+        return y
 
     def takes(self, modulation: Node | Viewed) -> bool:
         """Whether a gate, shift or scale has an element for each column, as the kernels read it."""

@@ -8,9 +8,10 @@ composite   the same results through PyTorch's operators, for devices without ke
 fakes       shapes and dtypes without data, for torch.compile and meta tensors
 vmap        the batch as one more leading dimension
 formulas    the same functions as differentiable expressions
-autograd    derivatives: the first order runs on the operators
+autograd    what derivatives are made of: the first order runs on the operators
 autocast    the dtypes that autocast gives
 family      what families of operators have in common: derivatives, autocast, vmap, registration
+norms       the operators of norms over rows, as families
 heads       the operators of q and k by heads, normalized and rotated: all of the above in one file
 groups      the operators of groups of channels: all of the above in one file
 gated       the operators of gated RMSNorm: all of the above in one file
@@ -20,21 +21,12 @@ autograd_library  autograd and autocast in C++, used instead if there is a libra
 
 from . import (  # noqa: F401  (the imports register)
     aten_forward,
-    autocast,
-    autograd,
     autograd_library,
-    composite,
-    fakes,
     family,
     gated,
     groups,
     heads,
-    vmap,
+    norms,
 )
 
-has_library = autograd_library.load()
-autograd.register(autograd.IMPLEMENTATIONS, has_library)
-for _family in (groups.FAMILY, gated.FAMILY):
-    family.register(_family, has_library)
-if not has_library:
-    autocast.register()
+family.register(beside_library=autograd_library.load())

@@ -343,7 +343,7 @@ def check_backward(b: BackwardArguments) -> None:
     if b.dresidual is not None and b.dresidual.dtype is not x.dtype:
         refuse("dresidual must be of x's dtype")
     _check_modulations(x, shift=shift, scale=scale)
-    if (b.needs.dshift and shift is None) or (b.needs.dscale and scale is None):
+    if (b.needs_dshift and shift is None) or (b.needs_dscale and scale is None):
         refuse("a gradient is asked for of a shift or scale that is not there")
     if b.is_rms and mean.numel() != 0:
         refuse("RMSNorm has no mean")

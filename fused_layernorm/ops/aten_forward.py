@@ -13,98 +13,44 @@ graph with them, each under a name of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch._ops import OpOverload
 
-from . import arguments, autocast, autograd, composite, family, formulas, gated, load
+from . import autograd, family, gated, load
 from .family import Family
-from .operators import (
-    ADA_LAYER_NORM,
-    ADD_ADA_LAYER_NORM,
-    ADD_LAYER_NORM,
-    LAYER_NORM,
-    Operator,
-    Results,
-    describe,
-    values,
-)
+from .norms import NORMS
 
 
-class _Forward(autograd.Forward):
+class _Forward(family.Forward):
     """As the operators' own autograd function, except for the forward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        a = describe(*args)
-        with autograd.lower_levels():
-            found = composite.forward(a)
-        return autograd.Forward.save(ctx, a, found)
-
-
-def _implementation(operator: Operator) -> Callable[..., Any]:
-    def implementation(*args: Any) -> Any:
-        a = operator.arguments(*args)
-        arguments.check(a)
-        tensors = (a.input, a.residual, a.weight, a.bias, a.gate, a.shift, a.scale)
-        if autograd.in_forward_mode():
-            return operator.outputs(formulas.forward(a))
-        if autograd.needs_grad(*tensors):
-            return operator.outputs(Results(*autograd.apply(_Forward, None, *values(a))))
-        return operator.outputs(composite.forward(a))
-
-    return implementation
-
-
-_variants: dict[Operator, Operator] = {}
-
-
-def _define(operator: Operator) -> Operator:
-    defined = Operator(load.define_like(operator.name, "aten_"))
-    load.library.impl(defined.name, _implementation(defined), "CompositeImplicitAutograd")
-    for key in autocast.KEYS:
-        load.library.impl(defined.name, autocast.implementation(defined), key)
-    return defined
-
-
-for _operator in (LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM):
-    _variants[_operator] = _define(_operator)
-
-
-class _ForwardOfFamily(family.Forward):
-    """As the family's own autograd function, except for the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, of: Family, *args: Any) -> Any:
         with autograd.lower_levels():
-            found = of.formula(of.Call(*args))
+            found = of.composite(of.Call(*args))
         return family.Forward.save(ctx, of, args, found)
 
 
-def _define_of_family(of: Family) -> OpOverload:
+def _define(of: Family) -> OpOverload:
     defined = load.define_like(of.name, "aten_")
 
     def implementation(*args: Any) -> Any:
         a = of.Call(*args)
         of.check(a)
-        if not autograd.in_forward_mode() and autograd.needs_grad(*family.tensors_of(a)):
-            return autograd.apply(_ForwardOfFamily, None, of, *a)[0]
-        return of.formula(a)[0]
+        if autograd.in_forward_mode():
+            found = of.formula(a)
+        elif autograd.needs_grad(*family.tensors_of(a)):
+            found = autograd.apply(_Forward, None, of, *a)
+        else:
+            found = of.composite(a)
+        return of.without_statistics(found)
 
     load.library.impl(defined._opname, implementation, "CompositeImplicitAutograd")
-    for key in autocast.KEYS:
-        load.library.impl(defined._opname, family.under_autocast(of, defined), key)
+    family.register_autocast(defined, family.under_autocast(of, defined))
     return defined
 
 
-aten_rms_norm_gated = _define_of_family(gated.FAMILY)
-
-# From the overload of each variant to that of its operator.
-KERNELS = {defined.overload: operator.overload for operator, defined in _variants.items()}
-KERNELS[aten_rms_norm_gated] = gated.FAMILY.plain
-
-
-def aten_variant(operator: Operator) -> Operator:
-    """The operator of the same schema and results whose forward pass is in PyTorch's operators."""
-    return _variants[operator]
+# From each operator to its variant, and back.
+VARIANTS = {of.plain: _define(of) for of in (*NORMS, gated.FAMILY)}
+KERNELS = {variant: operator for operator, variant in VARIANTS.items()}

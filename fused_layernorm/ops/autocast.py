@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autocast, in Python: the operators' implementations for the Autocast dispatch keys.
+"""Autocast, in Python: what it makes of a call.
 
 PyTorch's autocast runs layer_norm in float32 on every device but the CPU, where autocast does not
 affect it. The kernels compute in float32 anyway, so only the output becomes float32, and the input
@@ -8,23 +8,21 @@ is not converted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import load
 from .arguments import HALF
-from .operators import FORWARD, Arguments, Operator
+from .operators import Arguments
 
 # PyTorch's autocast runs rms_norm in float32 from this release on; before, it does not change it.
 RMS_NORM_IN_FLOAT32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 KEYS = [name for name in torch._C.DispatchKey.__members__ if name.startswith("Autocast")]
-_KEYSET = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEYS[0]))
+KEYSET = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEYS[0]))
 for _name in KEYS[1:]:
-    _KEYSET = _KEYSET | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name))
+    KEYSET = KEYSET | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name))
 
 
 def _float(parameter: Tensor | None) -> Tensor | None:
@@ -47,21 +45,3 @@ def under_autocast(a: Arguments) -> Arguments:
     )
     modulation: Any = {"gate": gate, "shift": shift, "scale": scale}
     return a._replace(weight=weight, bias=bias, out_dtype=out_dtype, **modulation)
-
-
-def implementation(operator: Operator) -> Callable[..., Any]:
-    """An operator's implementation for the Autocast keys, which calls the operator again."""
-
-    def implemented(*args: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
-            a = under_autocast(operator.arguments(*args))
-            return operator.overload(*operator.lay_out(a))
-
-    return implemented
-
-
-def register() -> None:
-    """Registers these implementations. A process has either these or those of csrc/per_torch."""
-    for operator in FORWARD:
-        for key in KEYS:
-            load.library.impl(operator.name, implementation(operator), key)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives, in Python: the operators' implementations for the Autograd dispatch keys.
+"""Derivatives, in Python: what implementations for the Autograd dispatch keys are made of.
 
 The first order runs on the operators: a forward pass that needs gradients on the operator that
-gives statistics, its backward pass on a backward operator. For higher orders, and in forward mode,
-PyTorch differentiates formulas.py. This file is written for correctness; where there is a C++
-library of csrc/per_torch for the running torch, that has the first order, and calls this file for
-the rest.
+gives statistics, its backward pass on a backward operator (family.py, heads.py). For higher orders,
+and in forward mode, PyTorch differentiates formulas. This is written for correctness; where there
+is a C++ library of csrc/per_torch for the running torch, that has the first order, and calls the
+implementations here for the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,22 +20,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from . import arguments, formulas, load
-from .operators import (
-    BACKWARD,
-    FORWARD,
-    TENSORS,
-    Arguments,
-    BackwardArguments,
-    Needs,
-    Operator,
-    Results,
-    backward_of,
-    describe,
-    gated_backward,
-    operator_of,
-    values,
-)
+from . import arguments, load
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _after_autograd = torch._C._after_autograd_keyset
@@ -99,95 +84,6 @@ def call_operator(operator: OpOverload, *args: Any) -> tuple[Tensor, ...]:
         return operator(*args)
     except RuntimeError as error:
         raise arguments.out_of_memory(error) from None
-
-
-def _needed(gradients: Iterable[Tensor], flags: Iterable[bool]) -> list[Tensor | None]:
-    """The gradients, with None for each one that was not asked for."""
-    return [g if needed else None for g, needed in zip(gradients, flags, strict=True)]
-
-
-_SHARED = [n for n in Arguments._fields[len(TENSORS) :] if n in BackwardArguments._fields]
-
-
-class Forward(Function):
-    """(y, residual_out, mean, rstd) of any forward operator."""
-
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        a = describe(*args)
-        operator = operator_of(a, gives_statistics=True)
-        with lower_levels():
-            found = redispatch(operator.overload, keyset, *operator.lay_out(a))
-        return Forward.save(ctx, a, operator.results(found))
-
-    @staticmethod
-    def save(ctx: Any, a: Arguments, results: Results) -> Results:
-        """Saves what backward needs of a call and its results; returns the results."""
-        _, residual_out, mean, rstd = results
-        ctx.mark_non_differentiable(mean, rstd)
-        ctx.set_materialize_grads(False)
-        x = a.input if residual_out is None else residual_out
-        # With a gate, backward also needs the tensor that the gate multiplied.
-        gated = None if a.gate is None else a.input
-        ctx.save_for_backward(x, mean, rstd, a.weight, a.bias, a.shift, a.scale, gated, a.gate)
-        # What backward has of the call under the same name, beside tensors.
-        ctx.options = {name: getattr(a, name) for name in _SHARED}
-        ctx.input_dtype = a.input.dtype
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dresidual: Tensor | None, *_: None) -> Any:
-        needs: Any = describe(*ctx.needs_input_grad[1:])
-        x, mean, rstd, weight, bias, shift, scale, input, gate = ctx.saved_tensors
-        dx, dinput, dgate, dshift, dscale, dweight, dbias = dresidual, *(None,) * 6
-        is_gated = gate is not None and (needs.input or needs.gate)
-        # Where each element of y has a shift of its own, the gradient of shift is dy itself.
-        is_dshift_dy = (
-            needs.shift and dy is not None and (shift.shape, shift.dtype) == (dy.shape, dy.dtype)
-        )
-        needs_dshift = needs.shift and not is_dshift_dy
-        of_parameters = (needs_dshift, needs.scale, needs.weight, needs.bias)
-        if dy is None:  # only residual_out was used: its gradient bypasses the norm
-            if is_gated and dresidual is not None:
-                of_gate = (needs.input, needs.gate)
-                found = load.gate_backward(dresidual, input, gate, *of_gate)
-                dinput, dgate = _needed(found, of_gate)
-        elif is_gated:
-            flags = (needs.residual, needs.input, needs.gate, *of_parameters)
-            tensors = (mean, rstd, shift, scale, weight, bias, dresidual)
-            found = call_operator(
-                load.add_ada_layer_norm_backward,
-                *(dy, x, input, gate, ctx.options["normalized_ndim"], *tensors),
-                *(*flags, ctx.options["statistic"], ctx.options["weight_offset"]),
-            )
-            dx, dinput, dgate, dshift, dscale, dweight, dbias = _needed(found, flags)
-        else:
-            b = BackwardArguments(
-                dy=dy,
-                x=x,
-                mean=mean,
-                rstd=rstd,
-                weight=weight,
-                bias=bias,
-                dresidual=dresidual,
-                needs=Needs(needs.input or needs.residual, *of_parameters),
-                shift=shift,
-                scale=scale,
-                **ctx.options,
-            )
-            operator = backward_of(shift, scale)
-            found = call_operator(operator.overload, *operator.lay_out(b))
-            dx, dshift, dscale, dweight, dbias = operator.results(b, found)
-        if is_dshift_dy:
-            dshift = dy
-        if gate is None:
-            dinput = dx if needs.input else None
-        if dinput is not None:
-            dinput = dinput.to(ctx.input_dtype)
-        of_residual = dx if needs.residual else None
-        # In the order of TENSORS, which are the first fields of a description.
-        gradients = (dinput, of_residual, dgate, dshift, dscale, dweight, dbias)
-        return None, *gradients, *[None] * (len(Arguments._fields) - len(TENSORS))
 
 
 class Backward(Function):
@@ -273,56 +169,3 @@ def backward_autograd(operator: OpOverload, gradients: Any) -> Callable[..., Any
         return redispatch(operator, keyset, *args)
 
     return implementation
-
-
-def _forward_implementation(operator: Operator) -> Callable[..., Any]:
-    def implementation(keyset: Any, *args: Any) -> Any:
-        a = operator.arguments(*args)
-        if in_forward_mode():
-            arguments.check(a)
-            return operator.outputs(formulas.forward(a))
-        if needs_grad(a.input, a.residual, a.weight, a.bias, a.gate, a.shift, a.scale):
-            return operator.outputs(Results(*apply(Forward, keyset, *values(a))))
-        return redispatch(operator.overload, keyset, *args)
-
-    return implementation
-
-
-# The two operators whose work add_ada_layer_norm_backward does.
-_two = gated_backward(load.ada_layer_norm_backward, load.gate_backward)
-
-
-def _gated_backward(keyset: Any, *args: Any) -> Any:
-    if in_forward_mode() or needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
-        return _two(*args)
-    return redispatch(load.add_ada_layer_norm_backward, keyset, *args)
-
-
-def _gate_backward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
-    if in_forward_mode() or needs_grad(*args[:3]):
-        return formulas.gate_backward(*args)
-    return redispatch(load.gate_backward, keyset, *args)
-
-
-def register(implementations: dict[str, Callable[..., Any]], beside_library: bool) -> None:
-    """Registers these implementations by name: of the operators, or beside those of csrc/per_torch.
-
-    Beside csrc/per_torch's autograd they belong to operators named _differentiable_..., which it
-    calls for a derivative of a backward operator, and in forward mode.
-    """
-    prefix = "_differentiable_" if beside_library else ""
-    for name, implementation in implementations.items():
-        if prefix:
-            load.define_like(name, prefix)
-        load.library.impl(prefix + name, implementation, "Autograd", with_keyset=True)
-
-
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    **{operator.name: _forward_implementation(operator) for operator in FORWARD},
-    **{
-        one.name: backward_autograd(one.overload, one.implemented_by(formulas.backward))
-        for one in BACKWARD
-    },
-    "add_ada_layer_norm_backward": _gated_backward,
-    "gate_backward": _gate_backward,
-}

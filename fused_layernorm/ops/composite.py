@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from . import arguments, formulas, load
-from .formulas import acc_dtype, activate, activate_backward, affine, modulate, shifted, to
-from .operators import Arguments, BackwardArguments, Gradients, Results, implementations
+from .formulas import acc_dtype, affine, shifted, to
+from .operators import Arguments, BackwardArguments, Gradients, Results
 
 _aten = torch.ops.aten
 
@@ -36,11 +36,11 @@ def _warn_of_cuda(x: Tensor) -> None:
 def forward(a: Arguments) -> Results:
     """What the forward operators give; the arguments are not checked."""
     keeps_order = a.keeps_order
-    if a.is_rms or a.rounds_xhat:
-        found = formulas.forward(a)
+    # PyTorch's layer_norm would read a contiguous copy of x.
+    lies_apart = keeps_order and not a.input.is_contiguous()
+    if a.is_rms or a.rounds_xhat or lies_apart:
+        found = formulas.forward(a, corrects_mean=lies_apart)
         return found._replace(y=formulas.laid_out(found.y, a.input, keeps_order))
-    if keeps_order and not a.input.is_contiguous():
-        return _forward_in_place(a)
     residual_out = None if a.residual is None else formulas.add(a.input, a.residual, a.gate)
     x = a.input if residual_out is None else residual_out
     acc = acc_dtype(x.dtype)
@@ -54,25 +54,9 @@ def forward(a: Arguments) -> Results:
     else:
         x = x.to(acc)
     y, mean, rstd = _aten.native_layer_norm(x.contiguous(), a.normalized_shape, weight, bias, a.eps)
-    y = formulas.laid_out(_epilogue(a, y), a.input, keeps_order)
+    y = formulas.epilogue(a, y, to(a.shift, y.dtype), to(a.scale, y.dtype))
+    y = formulas.laid_out(y, a.input, keeps_order)
     return Results(y, residual_out, mean, rstd)
-
-
-def _forward_in_place(a: Arguments) -> Results:
-    """A LayerNorm that reads x where it lies; PyTorch's layer_norm would read a contiguous copy."""
-    acc = acc_dtype(a.input.dtype)
-    x = a.input.to(acc)
-    mean, xhat, rstd = formulas.normalized(x, a.normalized_ndim, a.eps, False, corrects_mean=True)
-    weight, bias = shifted(a.weight, a.weight_offset, acc), to(a.bias, acc)
-    y = _epilogue(a, affine(xhat, weight, bias))
-    return Results(formulas.laid_out(y, a.input, True), None, mean, rstd)
-
-
-def _epilogue(a: Arguments, z: Tensor) -> Tensor:
-    """What follows the affine step, in y's dtype."""
-    acc = z.dtype
-    y = activate(modulate(z, to(a.shift, acc), to(a.scale, acc)), a.activation)
-    return (y if a.output_scale == 1.0 else y * a.output_scale).to(a.y_dtype)
 
 
 def _takes_half(x: Tensor, normalized_shape: torch.Size) -> bool:
@@ -87,8 +71,6 @@ def _takes_half(x: Tensor, normalized_shape: torch.Size) -> bool:
 def backward(b: BackwardArguments) -> Gradients:
     """What the backward operators give."""
     arguments.check_backward(b)
-    if not any(b.needs):
-        return Gradients()
     # As the kernels do, this takes statistics of any shape that has one for each row.
     of_rows = (*b.x.shape[: b.x.dim() - b.normalized_ndim], *(1,) * b.normalized_ndim)
     if b.rstd.shape != of_rows or b.mean.shape != of_rows:
@@ -100,29 +82,24 @@ def backward(b: BackwardArguments) -> Gradients:
     # large. So it gets x - mean, in the wider dtype of the two, and a mean of zero. In half
     # precision it would also round intermediate values, so dy is widened first.
     centered = b.x.to(acc) if b.is_rms else b.x - b.mean
-    dz = b.dy.to(acc)
-    if b.output_scale != 1.0:
-        dz = dz * b.output_scale
-    if b.activation is not None:
-        dz = activate_backward(dz, affine(centered * b.rstd, weight, bias), b.activation)
-    dshift, dscale = formulas.modulation_gradients(
-        b, dz, lambda: affine(centered * b.rstd, weight, bias)
+    if b.is_rms or (b.keeps_order and not b.x.is_contiguous()):  # x is read in place
+        found = formulas.backward_of(b, centered * b.rstd, b.rstd)
+        dx = found.dx if found.dx is None else formulas.laid_out(found.dx, b.x, b.keeps_order)
+        return found._replace(dx=dx)
+    dz, dshift, dscale = formulas.of_output(
+        b,
+        b.dy.to(acc),
+        lambda: affine(centered * b.rstd, weight, bias),
+        to(b.shift, acc),
+        to(b.scale, acc),
     )
-    if b.scale is not None:
-        dz = dz * (1 + b.scale.to(acc))
-
-    needs = (b.needs.dx, b.needs.dweight, b.needs.dbias)
+    needs = (b.needs_dx, b.needs_dweight, b.needs_dbias)
     if not any(needs):
         return Gradients(dshift=dshift, dscale=dscale)
-    if b.is_rms or (b.keeps_order and not b.x.is_contiguous()):
-        dx, dweight, dbias = formulas.of_affine(b, dz, centered * b.rstd, b.rstd, weight)
-        if dx is not None:  # x is read in place
-            dx = formulas.laid_out(dx, b.x, b.keeps_order)
-        return Gradients(dx, dshift, dscale, dweight, dbias)
     # A parameter that is not there has no gradient in PyTorch's operator: ones stand for it.
-    if b.needs.dweight and weight is None:
+    if b.needs_dweight and weight is None:
         weight = centered.new_ones(b.normalized_shape)
-    if b.needs.dbias and bias is None:
+    if b.needs_dbias and bias is None:
         bias = centered.new_ones(b.normalized_shape)
     dx, dweight, dbias = _aten.native_layer_norm_backward(
         dz.contiguous(),
@@ -141,20 +118,14 @@ def backward(b: BackwardArguments) -> Gradients:
     return Gradients(dx, dshift, dscale, to(dweight, dtype), to(dbias, dtype))
 
 
-def _checked_forward(a: Arguments) -> Results:
+def checked_forward(a: Arguments) -> Results:
     arguments.check(a)
     _warn_of_cuda(a.input)
     return forward(a)
 
 
-def _gate_backward(
+def gate_backward(
     dresidual_out: Tensor, input: Tensor, gate: Tensor, needs_dinput: bool, needs_dgate: bool
 ) -> tuple[Tensor, Tensor]:
     arguments.check_gate_backward(dresidual_out, input, gate)
     return formulas.gate_backward(dresidual_out, input, gate, needs_dinput, needs_dgate)
-
-
-for _overload, _implementation in implementations(
-    _checked_forward, backward, _gate_backward
-).items():
-    load.library.impl(_overload._opname, _implementation, "CompositeExplicitAutograd")

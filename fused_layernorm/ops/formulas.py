@@ -8,7 +8,9 @@ wrong.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,7 +140,7 @@ def normalized(
     A large mean takes its digits from the sum: `corrects_mean` gives them back.
     """
     mean, centered = _centered(x, normalized_ndim, is_rms)
-    if corrects_mean:
+    if corrects_mean and not is_rms:
         mean = mean + _mean(centered, normalized_ndim)
         centered = x - mean
     rstd = (_mean(centered.square(), normalized_ndim) + eps).rsqrt()
@@ -165,40 +167,71 @@ def project(t: Tensor, xhat: Tensor, rstd: Tensor, normalized_ndim: int, is_rms:
     return torch.addcmul(centered, xhat, along, value=-1) * rstd
 
 
-def forward(a: Arguments) -> Results:
+def epilogue(a: Any, z: Tensor, shift: Tensor | None, scale: Tensor | None) -> Tensor:
+    """What follows the affine step of a call, in y's dtype."""
+    y = activate(modulate(z, shift, scale), a.activation)
+    return (y if a.output_scale == 1.0 else y * a.output_scale).to(a.y_dtype)
+
+
+def forward(a: Arguments, *, corrects_mean: bool = False) -> Results:
     """What the forward operators give."""
     residual_out = None if a.residual is None else add(a.input, a.residual, a.gate)
     rows = a.input if residual_out is None else residual_out
-    acc = acc_dtype(rows.dtype)
-    mean, xhat, rstd = normalized(rows.to(acc), a.normalized_ndim, a.eps, a.is_rms)
+    acc, norm = acc_dtype(rows.dtype), (a.normalized_ndim, a.eps, a.is_rms)
+    mean, xhat, rstd = normalized(rows.to(acc), *norm, corrects_mean=corrects_mean)
     if a.rounds_xhat:
         xhat = xhat.to(a.input.dtype).to(acc)
     z = affine(xhat, shifted(a.weight, a.weight_offset, acc), to(a.bias, acc))
-    y = activate(modulate(z, to(a.shift, acc), to(a.scale, acc)), a.activation) * a.output_scale
-    return Results(y.to(a.y_dtype), residual_out, mean, rstd)
+    return Results(epilogue(a, z, to(a.shift, acc), to(a.scale, acc)), residual_out, mean, rstd)
+
+
+def sum_like(
+    gradient: Tensor | None, wide: Tensor | None, parameter: Tensor | None
+) -> Tensor | None:
+    """The sum of a gradient over the dimensions in which a parameter, as it is used (`wide`), is
+    broadcast, in the parameter's shape and dtype."""
+    if gradient is None or wide is None or parameter is None:
+        return None
+    return sum_to(gradient, wide.shape).reshape(parameter.shape).to(parameter.dtype)
+
+
+def of_output(
+    b: Any, dy: Tensor, z: Callable[[], Tensor], shift: Tensor | None, scale: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dz, and dshift and dscale where they are needed, from the gradient of what `epilogue` gives.
+
+    All but b's own tensors are in the arithmetic's dtype.
+    """
+    dz = dy if b.output_scale == 1.0 else dy * b.output_scale
+    if b.activation is not None:
+        dz = activate_backward(dz, modulate(z(), shift, scale), b.activation)
+    dshift = sum_like(dz, shift, b.shift) if b.needs_dshift else None
+    dscale = sum_like(dz * z(), scale, b.scale) if b.needs_dscale and scale is not None else None
+    return dz if scale is None else dz * (1 + scale), dshift, dscale
 
 
 def of_affine(
-    b: BackwardArguments,
+    needs: tuple[bool, bool, bool],
     dz: Tensor,
     xhat: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    sum_from: int = 0,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight and dbias, those that are needed, from the gradient of z = affine(xhat)."""
-    dx = dweight = dbias = None
-    leading = tuple(range(sum_from, b.x.dim() - b.normalized_ndim))
-    if b.needs.dx:
+    normalized_ndim: int,
+    is_rms: bool,
+    view: Callable[[Tensor], Tensor] | None = None,
+) -> list[Tensor | None]:
+    """dx, dweight and dbias, those that are needed and the last two not summed, from the gradient
+    of z = affine(xhat).
+
+    view: how what is normalized together becomes the last dimensions.
+    """
+    needs_dx, needs_dweight, needs_dbias = needs
+    dx = None
+    if needs_dx:
         g = dz if weight is None else dz * weight
-        dx = project(g, xhat, rstd, b.normalized_ndim, b.is_rms)
-        dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype)
-    if b.needs.dweight:
-        dweight = dz * xhat
-        dweight = (dweight.sum(leading) if leading else dweight).to(b.parameter_dtype)
-    if b.needs.dbias:
-        dbias = (dz.sum(leading) if leading else dz.clone()).to(b.parameter_dtype)
-    return dx, dweight, dbias
+        rows, of_rows = (xhat, g) if view is None else (view(xhat), view(g))
+        dx = project(of_rows, rows, rstd, normalized_ndim, is_rms).reshape(xhat.shape)
+    return [dx, dz * xhat if needs_dweight else None, dz if needs_dbias else None]
 
 
 def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
@@ -209,28 +242,29 @@ def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
     """
     acc = acc_dtype(b.x.dtype)
     xhat, rstd = normalized_again(b.x.to(acc), b.normalized_ndim, b.rstd, b.is_rms)
+    return backward_of(b, xhat, rstd, sum_from)
+
+
+def backward_of(b: BackwardArguments, xhat: Tensor, rstd: Tensor, sum_from: int = 0) -> Gradients:
+    acc = acc_dtype(b.x.dtype)
     weight, bias = shifted(b.weight, b.weight_offset, acc), to(b.bias, acc)
-    dz = b.dy.to(acc) * b.output_scale
-    if b.activation is not None:
-        dz = activate_backward(dz, affine(xhat, weight, bias), b.activation)
-    dshift, dscale = modulation_gradients(b, dz, lambda: affine(xhat, weight, bias))
-    if b.scale is not None:
-        dz = dz * (1 + b.scale.to(acc))
-
-    dx, dweight, dbias = of_affine(b, dz, xhat, rstd, weight, sum_from)
+    shift, scale = to(b.shift, acc), to(b.scale, acc)
+    z = functools.partial(affine, xhat, weight, bias)
+    dz, dshift, dscale = of_output(b, b.dy.to(acc), z, shift, scale)
+    needs, norm = (b.needs_dx, b.needs_dweight, b.needs_dbias), (b.normalized_ndim, b.is_rms)
+    dx, *of_parameters = of_affine(needs, dz, xhat, rstd, weight, *norm)
+    if dx is not None:
+        dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype)
+    kept, ones = b.x.shape[:sum_from], [1] * (b.x.dim() - b.normalized_ndim - sum_from)
+    dweight, dbias = (
+        None
+        if gradient is None
+        else sum_to(gradient, [*kept, *ones, *b.normalized_shape])
+        .reshape(*kept, *b.normalized_shape)
+        .to(b.parameter_dtype)
+        for gradient in of_parameters
+    )
     return Gradients(dx, dshift, dscale, dweight, dbias)
-
-
-def modulation_gradients(
-    b: BackwardArguments, dy: Tensor, z: Callable[[], Tensor]
-) -> tuple[Tensor | None, Tensor | None]:
-    """dshift = sum dy and dscale = sum dy * z, if needed, from dy in the arithmetic's dtype."""
-    dshift = dscale = None
-    if b.needs.dshift and b.shift is not None:
-        dshift = sum_to(dy, b.shift.shape).to(b.shift.dtype)
-    if b.needs.dscale and b.scale is not None:
-        dscale = sum_to(dy * z(), b.scale.shape).to(b.scale.dtype)
-    return dshift, dscale
 
 
 def gate_backward(

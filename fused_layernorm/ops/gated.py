@@ -16,8 +16,8 @@ from torch import Tensor
 
 from . import arguments, composite, formulas, load
 from .arguments import refuse
-from .family import Family, implement
-from .formulas import acc_dtype, activate, activate_backward, affine, shifted, to
+from .family import Family, implement_family
+from .formulas import acc_dtype, activate, activate_backward, affine, shifted, sum_like, to
 from .operators import Arguments, describe
 from .operators import BackwardArguments as OfNorm
 
@@ -101,26 +101,24 @@ def gradients(*args: Any) -> tuple[Tensor, ...]:
     x, gate, dy = b.x.to(acc), b.gate.to(acc), b.dy.to(acc)
     factor = activate(gate, b.gate_activation)
     u = _groups(x * factor if b.gate_first else x, b.group_size)
-    rstd = b.rstd.reshape(*u.shape[:-1], 1)
-    xhat, rstd = formulas.normalized_again(u, 1, rstd, True)
-    flat = xhat.flatten(-2)
+    xhat, rstd = formulas.normalized_again(u, 1, b.rstd.reshape(*u.shape[:-1], 1), True)
+    xhat = xhat.flatten(-2)
     weight, bias = shifted(b.weight, b.weight_offset, acc), to(b.bias, acc)
     dz = dy if b.gate_first else dy * factor
-    dx = dgate = dweight = dbias = None
-    if b.needs_dx or (b.needs_dgate and b.gate_first):
-        g = _groups(dz if weight is None else dz * weight, b.group_size)
-        du = formulas.project(g, xhat, rstd, 1, True).flatten(-2)
-        dx = du * factor if b.gate_first else du
-        dgate = du * x if b.gate_first else None
+    needs_du = b.needs_dx or (b.needs_dgate and b.gate_first)
+    du, dweight, dbias = formulas.of_affine(
+        (needs_du, b.needs_dweight, b.needs_dbias),
+        *(dz, xhat, rstd, weight, 1, True),
+        lambda t: _groups(t, b.group_size),
+    )
+    dx, dgate = du if b.needs_dx else None, None
+    if du is not None and b.gate_first:
+        dx, dgate = du * factor if b.needs_dx else None, du * x
     if b.needs_dgate:
-        dgate = dy * affine(flat, weight, bias) if dgate is None else dgate
+        dgate = dy * affine(xhat, weight, bias) if dgate is None else dgate
         dgate = activate_backward(dgate, gate, b.gate_activation)
-    if b.needs_dweight and b.weight is not None:
-        dweight = formulas.sum_to(dz * flat, b.weight.shape)
-    if b.needs_dbias and b.bias is not None:
-        dbias = formulas.sum_to(dz, b.bias.shape)
-    needed = zip((dx, dgate, dweight, dbias), b.needs, strict=True)
-    found = [gradient if wanted else None for gradient, wanted in needed]
+    of_parameters = (sum_like(dweight, weight, b.weight), sum_like(dbias, bias, b.bias))
+    found = (dx, dgate if b.needs_dgate else None, *of_parameters)
     return formulas.results(found, b.differentiated, b.x)
 
 
@@ -199,13 +197,9 @@ def _check_backward(b: Any) -> None:
 FAMILY = Family(
     "rms_norm_gated",
     GatedArguments,
-    BackwardArguments,
     check,
     formula,
-    gradients,
+    load.operators.rms_norm_gated_backward.default,
     statistic="rms",
 )
-implement(FAMILY, composite_forward, composite_backward, _fake)
-
-# Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
-rms_norm_gated = load.operators.rms_norm_gated.default._op
+implement_family(FAMILY, composite_forward, composite_backward, _fake, gradients)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from . import arguments, composite, fakes, formulas, load
 from .arguments import HALF, refuse
-from .family import Family, implement
-from .formulas import acc_dtype, activate, activate_backward, affine, laid_out, modulate
+from .family import Family, implement_family
+from .formulas import acc_dtype, affine, laid_out, sum_like
 
 _aten = torch.ops.aten
 group_norm = load.operators.group_norm.default
@@ -84,21 +84,10 @@ def _of_channels(parameter: Tensor | None, x: Tensor, dtype: torch.dtype) -> Ten
     return parameter.to(dtype).reshape(*shape, *[1] * (x.dim() - 2))
 
 
-def modulated(a: Any, z: Tensor) -> Tensor:
-    """z (1 + scale) + shift, in z's dtype."""
-    return modulate(z, _of_channels(a.shift, z, z.dtype), _of_channels(a.scale, z, z.dtype))
-
-
-def _map(a: Any, xhat: Tensor) -> Tensor:
-    """xhat, of input's shape, behind the affine map and the modulation."""
-    weight, bias = (_of_channels(each, xhat, xhat.dtype) for each in (a.weight, a.bias))
-    return modulated(a, affine(xhat, weight, bias))
-
-
 def epilogue(a: GroupArguments, z: Tensor) -> Tensor:
-    """What follows the modulation, in y's dtype."""
-    y = activate(z, a.activation)
-    return (y if a.output_scale == 1.0 else y * a.output_scale).to(a.y_dtype)
+    """The modulation of z and what follows it, in y's dtype."""
+    modulation = (_of_channels(each, z, z.dtype) for each in (a.shift, a.scale))
+    return formulas.epilogue(a, z, *modulation)
 
 
 def formula(a: GroupArguments) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,8 +95,9 @@ def formula(a: GroupArguments) -> tuple[Tensor, Tensor, Tensor]:
     x = _grouped(a.input.to(acc_dtype(a.input.dtype)), a.num_groups)
     ndim = x.dim() - 2
     mean, xhat, rstd = formulas.normalized(x, ndim, a.eps, False, corrects_mean=True)
-    z = _map(a, xhat.flatten(1, 2))
-    return epilogue(a, z), mean.flatten(1), rstd.flatten(1)
+    xhat = xhat.flatten(1, 2)
+    weight, bias = (_of_channels(each, xhat, xhat.dtype) for each in (a.weight, a.bias))
+    return epilogue(a, affine(xhat, weight, bias)), mean.flatten(1), rstd.flatten(1)
 
 
 def by_formula(a: GroupArguments) -> Tensor:
@@ -132,7 +122,7 @@ def _forward(a: GroupArguments) -> tuple[Tensor, Tensor, Tensor]:
         # The native operator reads parameters as if they were contiguous.
         parameters = (None if p is None else p.to(acc).contiguous() for p in (a.weight, a.bias))
         z, mean, rstd = _aten.native_group_norm(x, *parameters, *sizes, groups, a.eps)
-        y = epilogue(a, modulated(a, z))
+        y = epilogue(a, z)
     else:
         y, mean, rstd = formula(a)
     return laid_out(y, input, True), mean.contiguous(), rstd.contiguous()
@@ -148,15 +138,6 @@ def composite_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 BackwardArguments = load.call_of(load.operators.group_norm_backward.default)
 
 
-def _sum_to(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The sum of a tensor of x's shape for each number of a parameter, in its shape and dtype."""
-    if parameter.dim() == 1:
-        found = tensor.sum([d for d in range(tensor.dim()) if d != 1])
-    else:
-        found = tensor.sum(tuple(range(2, tensor.dim()))) if tensor.dim() > 2 else tensor.clone()
-    return found.to(parameter.dtype).reshape(parameter.shape)
-
-
 def gradients(*args: Any) -> tuple[Tensor, ...]:
     """What group_norm_backward gives, but for the order of memory.
 
@@ -168,29 +149,19 @@ def gradients(*args: Any) -> tuple[Tensor, ...]:
     ndim = x.dim() - 2
     rstd = b.rstd.reshape(*x.shape[:2], *[1] * ndim)
     xhat, rstd = formulas.normalized_again(x, ndim, rstd, False)
-    flat = xhat.flatten(1, 2)
-    weight, bias, scale = (
-        _of_channels(parameter, flat, acc) for parameter in (b.weight, b.bias, b.scale)
+    xhat = xhat.flatten(1, 2)
+    weight, bias, shift, scale = (
+        _of_channels(each, xhat, acc) for each in (b.weight, b.bias, b.shift, b.scale)
     )
-    dz = b.dy.to(acc) * b.output_scale
-    if b.activation is not None:
-        dz = activate_backward(dz, _map(b, flat), b.activation)
-    dshift = dscale = dweight = dbias = dx = None
-    if b.needs_dshift and b.shift is not None:
-        dshift = _sum_to(dz, b.shift)
-    if b.needs_dscale and b.scale is not None:
-        dscale = _sum_to(dz * affine(flat, weight, bias), b.scale)
-    if scale is not None:
-        dz = dz * (1 + scale)
-    if b.needs_dweight and b.weight is not None:
-        dweight = _sum_to(dz * flat, b.weight)
-    if b.needs_dbias and b.bias is not None:
-        dbias = _sum_to(dz, b.bias)
-    if b.needs_dx:
-        g = _grouped(dz if weight is None else dz * weight, b.num_groups)
-        dx = formulas.project(g, xhat, rstd, ndim, False).flatten(1, 2)
-    found = (dx, dshift, dscale, dweight, dbias)
-    return formulas.results(found, b.differentiated, b.x)
+    dz, dshift, dscale = formulas.of_output(
+        b, b.dy.to(acc), lambda: affine(xhat, weight, bias), shift, scale
+    )
+    needs = (b.needs_dx, b.needs_dweight, b.needs_dbias)
+    dx, dweight, dbias = formulas.of_affine(
+        needs, dz, xhat, rstd, weight, ndim, False, lambda t: _grouped(t, b.num_groups)
+    )
+    of_parameters = (sum_like(dweight, weight, b.weight), sum_like(dbias, bias, b.bias))
+    return formulas.results((dx, dshift, dscale, *of_parameters), b.differentiated, b.x)
 
 
 def composite_backward(*args: Any) -> tuple[Tensor, ...]:
@@ -212,7 +183,7 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     of_groups = (a.input.shape[0], a.num_groups)
     acc = acc_dtype(a.input.dtype)
     mean, rstd = (a.input.new_empty(of_groups, dtype=acc) for _ in range(2))
-    return fakes._like(a.input, a.y_dtype, True), mean, rstd
+    return fakes.like(a.input, a.y_dtype, True), mean, rstd
 
 
 # ---- What a call must satisfy.
@@ -300,12 +271,10 @@ def _check_backward(b: Any) -> None:
 FAMILY = Family(
     "group_norm",
     GroupArguments,
-    BackwardArguments,
     check,
     formula,
-    gradients,
-    2,
+    load.operators.group_norm_backward.default,
+    least_ndim=2,
     folds=True,
-    keeps_order=True,
 )
-implement(FAMILY, composite_forward, composite_backward, _fake)
+implement_family(FAMILY, composite_forward, composite_backward, _fake, gradients, keeps_order=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import arguments, composite, load
 from .arguments import HALF, name_of
 from .autograd import needs_grad
-from .formulas import acc_dtype, affine, normalized, project, results, shifted, to
+from .formulas import acc_dtype, affine, normalized, of_affine, results, shifted, sum_like, to
 
 STATISTICS = (*arguments.STATISTICS, None)
 MOST_KERNEL_COLS = load.operators._limit("head_cols")
@@ -190,14 +190,11 @@ def _backward(b: BackwardArguments) -> list[tuple[Tensor, Tensor | None, Tensor 
         dz = rotate(back, dy.to(acc))
         _, xhat, rstd = normalize(a, x, weight, None)
         wide = shifted(weight, a.weight_offset, acc)
-        g = dz if wide is None else dz * wide
-        dx = project(g, xhat, rstd, 1, a.statistic == "rms")
-        dweight = dbias = None
-        if weight is not None and b.needs_dweight:
-            dweight = (dz * xhat).sum((0, 1, 2))
-        if bias is not None and b.needs_dbias:
-            dbias = dz.sum((0, 1, 2))
-        found.append((dx, dweight, dbias))
+        needs = (True, b.needs_dweight, b.needs_dbias)
+        is_rms = a.statistic == "rms"
+        dx, dweight, dbias = of_affine(needs, dz, xhat, rstd, wide, 1, is_rms)
+        assert dx is not None
+        found.append((dx, sum_like(dweight, weight, weight), sum_like(dbias, bias, bias)))
     return found
 
 

@@ -34,13 +34,7 @@ operators = getattr(torch.ops, NAMESPACE)
 
 layer_norm = operators.layer_norm.default
 layer_norm_forward = operators.layer_norm_forward.default
-add_layer_norm = operators.add_layer_norm.default
-add_layer_norm_forward = operators.add_layer_norm_forward.default
 layer_norm_backward = operators.layer_norm_backward.default
-ada_layer_norm = operators.ada_layer_norm.default
-ada_layer_norm_forward = operators.ada_layer_norm_forward.default
-add_ada_layer_norm = operators.add_ada_layer_norm.default
-add_ada_layer_norm_forward = operators.add_ada_layer_norm_forward.default
 ada_layer_norm_backward = operators.ada_layer_norm_backward.default
 add_ada_layer_norm_backward = operators.add_ada_layer_norm_backward.default
 gate_backward = operators.gate_backward.default

@@ -4,17 +4,18 @@
 Every operator computes LayerNorm, or RMSNorm with statistic="rms". ada_layer_norm adds a modulation
 to layer_norm. The `add_` operator of each adds a residual (beside a modulation also a gate), and
 the `_forward` operator of each of these four also gives the statistics that backward needs. An
-implementation (composite, fake, vmap rule, autograd) is written once, from `Arguments` to
-`Results`; `Operator` knows how the operators lay these out. In the same way `BackwardOperator` goes
-with `BackwardArguments` and `Gradients`. add_ada_layer_norm_backward does the work of two calls in
-turn, and is built from implementations of the called operators by `gated_backward`.
+implementation (composite, fake, vmap rule) is written once, from `Arguments` to `Results`;
+`Operator` knows how the operators lay these out. In the same way `BackwardOperator` goes with
+`BackwardArguments` and `Gradients`. add_ada_layer_norm_backward does the work of two calls in turn,
+and is built from implementations of the called operators by `gated_backward`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,40 +24,40 @@ from torch._ops import OpOverload
 from . import load
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Arguments:
     """One call of a norm: what a function describes once, by `describe`, and all layers below read.
 
     The fields are the arguments of the forward operators' schemas (csrc/call/schemas.h), by
     name; what an operator does not take has its default. (layer_norm's number `scale` is
     output_scale here, because `scale` is that of a modulation.) An argument that is added to a
-    schema, here and to `describe` reaches every implementation.
+    schema and here reaches every implementation.
 
-    A record with slots is made, read and freed in half the time of a NamedTuple, whose _fields and
+    A record with slots is read and freed in half the time of a NamedTuple, whose _fields and
     _replace it has.
     """
 
     input: Tensor
-    residual: Tensor | None
-    gate: Tensor | None
-    shift: Tensor | None
-    scale: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    normalized_ndim: int
-    eps: float
-    activation: str | None
-    output_scale: float
-    out_dtype: torch.dtype | None
-    statistic: str
-    weight_offset: float
-    round_before_weight: bool
-    keeps_order: bool  # y has the strides of torch.empty_like(input)
+    residual: Tensor | None = None
+    gate: Tensor | None = None
+    shift: Tensor | None = None
+    scale: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    normalized_ndim: int = 1
+    eps: float = 1e-5
+    activation: str | None = None
+    output_scale: float = 1.0
+    out_dtype: torch.dtype | None = None
+    statistic: str = "layer"
+    weight_offset: float = 0.0
+    round_before_weight: bool = False
+    keeps_order: bool = False  # y has the strides of torch.empty_like(input)
     # The one dimension to normalize over, in place of the last ones. The operators do not know it:
     # calls.py moves it to the end of a view, and lets them keep its order.
-    dim: int | None
+    dim: int | None = None
 
     _fields = tuple(__annotations__)
-    __slots__ = _fields
 
     def _replace(self, **changes: Any) -> Arguments:
         given = {name: getattr(self, name) for name in self._fields}
@@ -99,46 +100,23 @@ class Arguments:
 TENSORS = ("input", "residual", "gate", "shift", "scale", "weight", "bias")
 
 
-def describe(
-    input: Tensor,
-    residual: Tensor | None = None,
-    gate: Tensor | None = None,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    normalized_ndim: int = 1,
-    eps: float = 1e-5,
-    activation: str | None = None,
-    output_scale: float = 1.0,
-    out_dtype: torch.dtype | None = None,
-    statistic: str = "layer",
-    weight_offset: float = 0.0,
-    round_before_weight: bool = False,
-    keeps_order: bool = False,
-    dim: int | None = None,
-) -> Arguments:
-    """The description of a call. (Python calls a function in half the time of a class.)"""
-    a = Arguments()
-    a.input = input
-    a.residual = residual
-    a.gate = gate
-    a.shift = shift
-    a.scale = scale
-    a.weight = weight
-    a.bias = bias
-    a.normalized_ndim = normalized_ndim
-    a.eps = eps
-    a.activation = activation
-    a.output_scale = output_scale
-    a.out_dtype = out_dtype
-    a.statistic = statistic
-    a.weight_offset = weight_offset
-    a.round_before_weight = round_before_weight
-    a.keeps_order = keeps_order
-    a.dim = dim
-    return a
+def _maker() -> str:
+    """The source of `describe`: of a function that takes the place of the class's constructor, in
+    half its time."""
+    given = [
+        f.name if f.default is dataclasses.MISSING else f"{f.name}={f.default!r}"
+        for f in dataclasses.fields(Arguments)
+    ]
+    lines = [f"def describe({', '.join(given)}):", "    a = Arguments()"]
+    lines += [f"    a.{name} = {name}" for name in Arguments._fields]
+    return "\n".join([*lines, "    return a"])
 
+
+if TYPE_CHECKING:
+    describe = Arguments
+else:
+    del Arguments.__init__
+    exec(_maker())
 
 # The fields of a description, in their order.
 values: Callable[[Arguments], tuple[Any, ...]] = attrgetter(*Arguments._fields)
@@ -171,7 +149,7 @@ class _Laid:
         self.overload = overload
         self.name = overload._opname  # without the namespace, as torch.library takes it
         self.fields = _fields_of(overload)
-        self._read = attrgetter(*(name.replace("needs_", "needs.") for name in self.fields))
+        self._read = attrgetter(*self.fields)
 
     def lay_out(self, call: Any) -> tuple[Any, ...]:
         """The reverse of `arguments`."""
@@ -212,42 +190,18 @@ class Operator(_Laid):
         return implemented
 
 
-LAYER_NORM = Operator(load.layer_norm)
-LAYER_NORM_FORWARD = Operator(load.layer_norm_forward)
-ADD_LAYER_NORM = Operator(load.add_layer_norm)
-ADD_LAYER_NORM_FORWARD = Operator(load.add_layer_norm_forward)
-ADA_LAYER_NORM = Operator(load.ada_layer_norm)
-ADA_LAYER_NORM_FORWARD = Operator(load.ada_layer_norm_forward)
-ADD_ADA_LAYER_NORM = Operator(load.add_ada_layer_norm)
-ADD_ADA_LAYER_NORM_FORWARD = Operator(load.add_ada_layer_norm_forward)
-FORWARD = (
-    LAYER_NORM,
-    LAYER_NORM_FORWARD,
-    ADD_LAYER_NORM,
-    ADD_LAYER_NORM_FORWARD,
-    ADA_LAYER_NORM,
-    ADA_LAYER_NORM_FORWARD,
-    ADD_ADA_LAYER_NORM,
-    ADD_ADA_LAYER_NORM_FORWARD,
+FORWARD = tuple(
+    Operator(getattr(load.operators, name + suffix).default)
+    for name in ("layer_norm", "add_layer_norm", "ada_layer_norm", "add_ada_layer_norm")
+    for suffix in ("", "_forward")
 )
-
-
+LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM = FORWARD[::2]
 _BY_FLAGS = {(one.has_residual, one.gives_statistics, one.is_modulated): one for one in FORWARD}
 
 
 def operator_of(a: Arguments, *, gives_statistics: bool = False) -> Operator:
     """The operator for a call, or the one for a forward pass that a backward pass follows."""
     return _BY_FLAGS[a.residual is not None, gives_statistics, a.is_modulated]
-
-
-class Needs(NamedTuple):
-    """Which gradients a backward operator is asked for."""
-
-    dx: bool = False
-    dshift: bool = False
-    dscale: bool = False
-    dweight: bool = False
-    dbias: bool = False
 
 
 class Gradients(NamedTuple):
@@ -278,7 +232,11 @@ class BackwardArguments(NamedTuple):
     statistic: str = "layer"
     weight_offset: float = 0.0
     keeps_order: bool = False
-    needs: Needs = Needs()  # of the schema's needs_dx and others
+    needs_dx: bool = False
+    needs_dshift: bool = False
+    needs_dscale: bool = False
+    needs_dweight: bool = False
+    needs_dbias: bool = False
 
     @property
     def is_rms(self) -> bool:
@@ -311,13 +269,10 @@ class BackwardOperator(_Laid):
         super().__init__(overload)
         # The names of the gradients that the operator gives; needs_dx says if dx is asked for.
         self.gradients = [g for g in Gradients._fields if f"needs_{g}" in self.fields]
-        self._needs = [f"needs_{gradient}" for gradient in self.gradients]
 
     def arguments(self, *args: Any) -> BackwardArguments:
         """The operator's arguments by name; the last ones may be absent."""
-        named = dict(zip(self.fields, args, strict=False))
-        needs = dict(zip(self.gradients, map(named.pop, self._needs), strict=True))
-        return BackwardArguments(**named, needs=Needs(**needs))
+        return BackwardArguments(**dict(zip(self.fields, args, strict=False)))
 
     def outputs(self, b: BackwardArguments, found: Gradients) -> tuple[Tensor, ...]:
         """The gradients that the operator gives, with an empty tensor for each that is None."""
@@ -331,7 +286,7 @@ class BackwardOperator(_Laid):
     def results(self, b: BackwardArguments, outputs: Sequence[Tensor]) -> Gradients:
         """The reverse of `outputs`."""
         named = dict(zip(self.gradients, outputs, strict=True))
-        return Gradients(**{name: named[name] for name in named if getattr(b.needs, name)})
+        return Gradients(**{name: named[name] for name in named if getattr(b, f"needs_{name}")})
 
     def implemented_by(
         self, implementation: Callable[[BackwardArguments], Gradients]
@@ -349,11 +304,6 @@ class BackwardOperator(_Laid):
 LAYER_NORM_BACKWARD = BackwardOperator(load.layer_norm_backward)
 ADA_LAYER_NORM_BACKWARD = BackwardOperator(load.ada_layer_norm_backward)
 BACKWARD = (LAYER_NORM_BACKWARD, ADA_LAYER_NORM_BACKWARD)
-
-
-def backward_of(shift: Tensor | None, scale: Tensor | None) -> BackwardOperator:
-    """The backward operator of a norm with this modulation."""
-    return LAYER_NORM_BACKWARD if shift is None and scale is None else ADA_LAYER_NORM_BACKWARD
 
 
 _GatedBackward = load.call_of(load.add_ada_layer_norm_backward)
@@ -386,20 +336,3 @@ def gated_backward(
         return (dx if g.needs_dx else g.x.new_empty((0,)), *of_gate, *gradients)
 
     return add_ada_layer_norm_backward
-
-
-def implementations(
-    forward: Callable[[Arguments], Results],
-    backward: Callable[[BackwardArguments], Gradients],
-    gate_backward: Callable[..., Any],
-) -> dict[OpOverload, Callable[..., Any]]:
-    """Every operator of norms, by its overload, as these three implement it."""
-    ada_layer_norm_backward = ADA_LAYER_NORM_BACKWARD.implemented_by(backward)
-    return {
-        **{operator.overload: operator.implemented_by(forward) for operator in FORWARD},
-        **{operator.overload: operator.implemented_by(backward) for operator in BACKWARD},
-        load.add_ada_layer_norm_backward: gated_backward(
-            ada_layer_norm_backward, gate_backward, checks=True
-        ),
-        load.gate_backward: gate_backward,
-    }

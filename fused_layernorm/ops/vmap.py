@@ -17,15 +17,12 @@ from torch import Tensor
 from . import formulas, load
 from .formulas import acc_dtype, activate, affine, modulate, shifted, to
 from .operators import (
-    BACKWARD,
-    FORWARD,
     Arguments,
     BackwardOperator,
     Gradients,
     Operator,
     Results,
     describe,
-    gated_backward,
     operator_of,
 )
 
@@ -73,7 +70,7 @@ def _batched_to_front(
     return _broadcast_to_front(tensor, dim, size, ndim)
 
 
-def _forward_rule(operator: Operator) -> Callable[..., Any]:
+def forward_rule(operator: Operator) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         a, size = operator.arguments(*args), info.batch_size
         dims: Any = operator.arguments(*in_dims)
@@ -125,7 +122,7 @@ def _with_parameters_of_samples(
     return normalized._replace(y=(activate(z, a.activation) * a.output_scale).to(a.y_dtype))
 
 
-def _backward_rule(operator: BackwardOperator) -> Callable[..., Any]:
+def backward_rule(operator: BackwardOperator) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         b, size = operator.arguments(*args), info.batch_size
         dims: Any = operator.arguments(*in_dims)
@@ -144,16 +141,13 @@ def _backward_rule(operator: BackwardOperator) -> Callable[..., Any]:
             scale=scale,
         )
         found = Gradients()
-        by_formulas = b.needs
+        of_samples = rows
         if dims.weight is None and dims.bias is None:
-            by_kernel = b.needs._replace(dweight=False, dbias=False)
-            by_formulas = by_formulas._replace(dx=False, dshift=False, dscale=False)
-            if any(by_kernel):
-                of_rows = rows._replace(needs=by_kernel)
-                found = operator.results(of_rows, operator.overload(*operator.lay_out(of_rows)))
-        if any(by_formulas):
-            of_samples = rows._replace(
-                needs=by_formulas,
+            of_rows = rows._replace(needs_dweight=False, needs_dbias=False)
+            found = operator.results(of_rows, operator.overload(*operator.lay_out(of_rows)))
+            of_samples = rows._replace(needs_dx=False, needs_dshift=False, needs_dscale=False)
+        if any(getattr(of_samples, f"needs_{name}") for name in operator.gradients):
+            of_samples = of_samples._replace(
                 weight=_broadcast_to_front(b.weight, dims.weight, size, x.dim()),
                 bias=_broadcast_to_front(b.bias, dims.bias, size, x.dim()),
             )
@@ -174,7 +168,7 @@ def _backward_rule(operator: BackwardOperator) -> Callable[..., Any]:
     return rule
 
 
-def _gate_backward_rule(info: Any, in_dims: Any, *args: Any) -> Any:
+def gate_backward_rule(info: Any, in_dims: Any, *args: Any) -> Any:
     gate, needs_dinput, needs_dgate = args[2:]
     size = info.batch_size
     rows = [to_front(args[i], in_dims[i], size) for i in range(2)]
@@ -185,16 +179,3 @@ def _gate_backward_rule(info: Any, in_dims: Any, *args: Any) -> Any:
         dinput if needs_dinput else dinput.expand(size, 0),
         dgate.reshape(shape) if needs_dgate else dgate.expand(size, 0),
     ), (0, 0)
-
-
-for _operator in FORWARD:
-    torch.library.register_vmap(_operator.overload, _forward_rule(_operator))
-for _backward_operator in BACKWARD:
-    torch.library.register_vmap(_backward_operator.overload, _backward_rule(_backward_operator))
-torch.library.register_vmap(load.gate_backward, _gate_backward_rule)
-# Under vmap, this operator makes the two calls whose work it does; the operators called have rules.
-load.library.impl(
-    "add_ada_layer_norm_backward",
-    gated_backward(load.ada_layer_norm_backward, load.gate_backward),
-    "FuncTorchBatched",
-)

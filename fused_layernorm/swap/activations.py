@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -26,14 +25,6 @@ _FUNCTIONS[torch.relu] = "relu"
 # By class: its forward, and the name and the function that this calls.
 _CLASSES: dict[type[nn.Module], tuple[Any, str, Any]] = {
     cls: (own_forward(cls), name, function) for name, (function, cls) in _OWN.items()
-}
-# By name, for what no kernel serves.
-FUNCTIONS: dict[str, Any] = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "leaky_relu": F.leaky_relu,
 }
 
 

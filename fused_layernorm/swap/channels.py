@@ -58,8 +58,8 @@ def timm_float32(self: Any, x: Tensor) -> Tensor | None:
     return _timm(self, x, wide=True)
 
 
-timm_act = then_act(__name__, "timm_act", timm)
-timm_float32_act = then_act(__name__, "timm_float32_act", timm_float32)
+timm_act = then_act(timm)
+timm_float32_act = then_act(timm_float32)
 
 
 # ---- diffusers' VAEs: F.normalize, which divides by the length of the vector of channels or by

@@ -35,14 +35,14 @@ def named(module: str, name: str, forward: Any) -> Forward:
     return made
 
 
-def then_act(module: str, name: str, norm: Forward) -> Forward:
+def then_act(norm: Forward) -> Forward:
     """The forward of timm's norms that an activation follows, from that of the norm alone."""
 
     def forward(self: Any, x: Tensor) -> Any:
         y = norm(self, x)
         return None if y is None else self.act(self.drop(y))
 
-    return named(module, name, forward)
+    return named(norm.__module__, f"{norm.__name__}_act", forward)
 
 
 def parameter(module: Any, name: str) -> Any:
@@ -155,14 +155,14 @@ def timm_last_dims(self: Any, x: Tensor) -> Tensor | None:
     return None if self._fast_norm else last_dims(self, x)
 
 
-timm_last_dims_act = then_act(__name__, "timm_last_dims_act", timm_last_dims)
+timm_last_dims_act = then_act(timm_last_dims)
 
 
 def float32(self: Any, x: Tensor) -> Tensor:
     return _in_input_dtype(x, self.weight, self.bias, self.eps, self.normalized_shape)
 
 
-float32_act = then_act(__name__, "float32_act", float32)
+float32_act = then_act(float32)
 
 
 def input_dtype(self: Any, hidden_states: Tensor) -> Tensor:
@@ -232,16 +232,14 @@ def timm_channels_first(self: Any, x: Tensor) -> Tensor | None:
     return None if self._fast_norm else channels_first(self, x)
 
 
-timm_channels_first_act = then_act(__name__, "timm_channels_first_act", timm_channels_first)
+timm_channels_first_act = then_act(timm_channels_first)
 
 
 def float32_channels_first(self: Any, x: Tensor) -> Tensor:
     return float32(self, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-float32_channels_first_act = then_act(
-    __name__, "float32_channels_first_act", float32_channels_first
-)
+float32_channels_first_act = then_act(float32_channels_first)
 
 
 def timm_exp2d(self: Any, x: Tensor) -> Tensor:

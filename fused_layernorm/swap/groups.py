@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from .. import stock
 from ..groups import FusedGroupNorm, ada_group_norm, as_pytorch_reads, group_norm
-from .activations import FUNCTIONS, activation_of
+from ..ops.formulas import activate
+from .activations import activation_of
 from .classes import Forward, must_be_called
 from .source import INHERITED_GROUP
 
@@ -127,8 +128,7 @@ def _modulated(
 ) -> Tensor:
     y = modulated(as_pytorch_reads(x), num_groups, None, None, eps, scale, shift, activation)
     if y is None:
-        y = F.group_norm(x, num_groups, eps=eps) * (1 + scale) + shift
-        y = y if activation is None else FUNCTIONS[activation](y)
+        y = activate(F.group_norm(x, num_groups, eps=eps) * (1 + scale) + shift, activation)
     return y
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -97,20 +97,17 @@ def _of_norm(self: Any, norm: Any, activation: str, x: Tensor, *rest: Any) -> Te
     if known is None or not stock.are_supported(x, *rest, *norm._parameters.values()):
         return None
     if known.forward in ACTIVATED:
-        return ACTIVATED[known.forward](norm, x, *rest, activation=activation)
+        return known.forward(norm, x, *rest, activation=activation)
     norm_of = None if rest else rms.NORMS.get(known.forward)
     found = None if norm_of is None else norm_of(norm)
     return None if found is None else rms.normalized(x, *found, activation=activation)
 
 
 # The forwards, of the tables of norms, that apply an activation too.
-ACTIVATED: dict[Forward, Callable[..., Any]] = {
-    forward: forward
-    for forward in (
-        *(groups.instance_norm, groups.of_group_norm, groups.timm),
-        *(groups.ada, groups.kandinsky3, groups.cosmos),
-        *(channels.wan, channels.kandinsky6, channels.per_channel),
-    )
+ACTIVATED: set[Forward] = {
+    *(groups.instance_norm, groups.of_group_norm, groups.timm),
+    *(groups.ada, groups.kandinsky3, groups.cosmos),
+    *(channels.wan, channels.kandinsky6, channels.per_channel),
 }
 
 

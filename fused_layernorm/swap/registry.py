@@ -142,11 +142,8 @@ def _may_be_norm(module: nn.Module, cls: type) -> bool:
     """Whether a source that is known of any class counts for this module."""
     if isinstance(module, tuple(_OF_PYTORCH)):
         return True
-    return not cls.__module__.startswith("torch.") and not _children(module)
-
-
-def _children(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()} - {"parametrizations"}
+    children = {name for name, _ in module.named_children()} - {"parametrizations"}
+    return not cls.__module__.startswith("torch.") and not children
 
 
 def _kind_by_name(module: nn.Module, cls: type, by_class: Sources | None) -> str | None:
@@ -190,16 +187,13 @@ def accepted(module: nn.Module, found: Found) -> Found:
     """What a module is that nobody knows and a predicate accepts: a subclass of PyTorch's is taken
     to compute what PyTorch's class computes."""
     cls = swapped_from(module) or plain_class(module)
-    if "forward" in module.__dict__ or cls in _OF_PYTORCH or _is_listed(cls):
+    is_listed = (cls.__module__, cls.__qualname__) in _BY_CLASS
+    if "forward" in module.__dict__ or cls in _OF_PYTORCH or is_listed:
         return found
     for of_pytorch, known in _AS_PYTORCH.items():
         if isinstance(module, of_pytorch):
             return Found(known.kind, known, parts=(Part(cls, "forward", cls.forward),))
     return found
-
-
-def _is_listed(cls: type) -> bool:
-    return (cls.__module__, cls.__qualname__) in _BY_CLASS
 
 
 # ---- What is fused.

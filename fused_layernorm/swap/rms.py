@@ -225,8 +225,8 @@ def timm_float32(self: Any, x: Tensor) -> Tensor | None:
     return normalized(x, weight, self.eps, PLAIN, OF_X, False)  # as F.rms_norm, which it calls
 
 
-timm_act = then_act(__name__, "timm_act", timm)
-timm_float32_act = then_act(__name__, "timm_float32_act", timm_float32)
+timm_act = then_act(timm)
+timm_float32_act = then_act(timm_float32)
 
 
 # ---- A norm and its gate, and norms over groups of columns.

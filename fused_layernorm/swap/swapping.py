@@ -155,7 +155,10 @@ def _swap(name: str, module: nn.Module, found: Found, predicate: Predicate | Non
             return "the function registered for its class left it"
         _check_forward(plain_class(module), forward)
         known = Known(found.kind, forward)
-    elif not all(map(_is_fused_layer_norm, map(module.get_submodule, known.norms))):
+    elif not all(
+        is_fused(norm) and kind_of(norm) not in ("rms", "group")
+        for norm in map(module.get_submodule, known.norms)
+    ):
         return "it has a norm that is not fused"
     elif known.forward is FusedRMSNorm.forward and hasattr(module, "bias"):
         return "it has a bias, of which nn.RMSNorm does not know"
@@ -197,10 +200,6 @@ def _unmark(module: nn.Module) -> None:
     own = module.__dict__
     if own.pop("_is_swapped", False):
         own.pop("__module__", None)
-
-
-def _is_fused_layer_norm(module: nn.Module) -> bool:
-    return is_fused(module) and kind_of(module) not in ("rms", "group")
 
 
 _BESIDE = (rotary.KIND, beside.KIND)
