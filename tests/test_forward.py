@@ -125,7 +125,14 @@ def test_every_strategy(plans, layout, dtypes, epilogue):
         if plan is None:
             continue
         assert plan["strategy"] == strategy
-        numerics.check(Problem(shape, *dtypes, **epilogue), "cuda", backward=False)
+        try:
+            numerics.check(Problem(shape, *dtypes, **epilogue), "cuda", backward=False)
+        except ValueError as error:
+            # With a residual of another type the operator's problem is not the one that is planned.
+            others = epilogue.get("residual_dtype", dtypes[0]) is not dtypes[0]
+            if not (others and "cannot run" in str(error)):
+                raise
+            continue
         ran.append(cols)
     if not ran:
         pytest.skip(f"{strategy} takes no {ids(dtypes[0])} rows forward on this device")
