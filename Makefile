@@ -64,11 +64,18 @@ demo: EXTRAS := [demo]
 how_long_%:
 	@ci/how_long $* $(PY) $(JOBS)
 
+# What EXTRAS needs comes while the compiler works; what fails there is left to the installation. (An
+# older pip lacks the option.)
+ifndef NO_VENV
+build: MEANWHILE = $(if $(EXTRAS),$(PY) -m pip install -q --progress-bar off --no-build-isolation \
+	--only-deps '.$(EXTRAS)' >/dev/null 2>&1 &)
+endif
+
 # The libraries first, by themselves: pip would keep ninja's progress to itself.
 build: env
 	@test "$$FUSED_LAYERNORM_CPU_ONLY" = 1 && echo "building without CUDA kernels" || \
 		echo "building for TORCH_CUDA_ARCH_LIST=$(TORCH_CUDA_ARCH_LIST) (minutes, the first time)"
-	$(PY) setup.py -q egg_info build_ext --inplace
+	$(MEANWHILE) $(PY) setup.py -q egg_info build_ext --inplace && wait
 ifndef NO_VENV
 	$(PY) -m pip install --progress-bar off --no-build-isolation -e '.$(EXTRAS)' \
 		| grep -vE '^(Requirement already|Looking in|Collecting|Processing|  Downloading|  Using cached)'
