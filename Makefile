@@ -64,11 +64,11 @@ demo: EXTRAS := [demo]
 how_long_%:
 	@ci/how_long $* $(PY) $(JOBS)
 
-# What EXTRAS needs comes while the compiler works; what fails there is left to the installation. (An
-# older pip lacks the option.)
+# What EXTRAS needs comes while the compiler works, the first time; what fails there is left to the
+# installation. (An older pip lacks the option.)
 ifndef NO_VENV
-build: MEANWHILE = $(if $(EXTRAS),$(PY) -m pip install -q --progress-bar off --no-build-isolation \
-	--only-deps '.$(EXTRAS)' >/dev/null 2>&1 &)
+build: MEANWHILE = $(if $(wildcard fused_layernorm/*.so),,$(if $(EXTRAS),$(PY) -m pip install -q --progress-bar off --no-build-isolation \
+	--only-deps '.$(EXTRAS)' >/dev/null 2>&1 &))
 endif
 
 # The libraries first, by themselves: pip would keep ninja's progress to itself.

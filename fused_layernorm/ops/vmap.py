@@ -18,6 +18,7 @@ from . import formulas, load
 from .formulas import acc_dtype, activate, affine, modulate, shifted, to
 from .operators import (
     Arguments,
+    BackwardArguments,
     BackwardOperator,
     Gradients,
     Operator,
@@ -140,13 +141,18 @@ def backward_rule(operator: BackwardOperator) -> Callable[..., Any]:
             shift=shift,
             scale=scale,
         )
+
+        def asks(of: BackwardArguments) -> bool:
+            return any(getattr(of, f"needs_{name}") for name in operator.gradients)
+
         found = Gradients()
         of_samples = rows
         if dims.weight is None and dims.bias is None:
             of_rows = rows._replace(needs_dweight=False, needs_dbias=False)
-            found = operator.results(of_rows, operator.overload(*operator.lay_out(of_rows)))
+            if asks(of_rows):
+                found = operator.results(of_rows, operator.overload(*operator.lay_out(of_rows)))
             of_samples = rows._replace(needs_dx=False, needs_dshift=False, needs_dscale=False)
-        if any(getattr(of_samples, f"needs_{name}") for name in operator.gradients):
+        if asks(of_samples):
             of_samples = of_samples._replace(
                 weight=_broadcast_to_front(b.weight, dims.weight, size, x.dim()),
                 bias=_broadcast_to_front(b.bias, dims.bias, size, x.dim()),
