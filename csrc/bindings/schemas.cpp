@@ -33,12 +33,6 @@ std::string schema_of(const std::string& name, std::string_view arguments, size_
   return schema + ")";
 }
 
-size_t flags_of(std::string_view schema) {
-  size_t count = 0;
-  for (size_t at = 0; (at = schema.find("bool needs_", at)) != schema.npos; ++at) ++count;
-  return count;
-}
-
 }  // namespace
 }  // namespace fused_layernorm
 
@@ -52,7 +46,9 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
     define(Op::kName, Op::kSchema, kOutputs<Op>);
     define(name_with_statistics<Op>(), Op::kSchema, kOutputs<Op> + kStatistics);
   });
-  const auto define_backward = [&](auto op) { define(op.kName, op.kSchema, flags_of(op.kSchema)); };
+  const auto define_backward = [&](auto op) {
+    define(op.kName, op.kSchema, flag_count(op.kSchema));
+  };
   BackwardOperators::each(define_backward);
   define_backward(schemas::GateBackward());
 
@@ -72,8 +68,8 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "qk_norm_rope_backward(Tensor dq_out, Tensor? dk_out, Tensor q, Tensor? k, Tensor? q_weight, "
       "Tensor? k_weight, Tensor? q_bias, Tensor? k_bias, Tensor? cos, Tensor? sin, int rotary_dim, "
       "int seq_dim, float eps, str? statistic, float weight_offset, bool interleaved, bool "
-      "inverse, "
-      "bool needs_dweight, bool needs_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "inverse, bool needs_dweight, bool needs_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor)");
 
   // For tests, benchmarks and `python -m fused_layernorm`, not for users.
   m.def("_build_info() -> str");

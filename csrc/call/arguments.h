@@ -36,6 +36,13 @@ constexpr size_t argument_count(std::string_view schema) {
   return count;
 }
 
+// How many gradients a backward operator is asked for, and gives.
+constexpr size_t flag_count(std::string_view schema) {
+  size_t count = 0;
+  for (size_t at = 0; (at = schema.find("bool needs_", at)) != schema.npos; ++at) ++count;
+  return count;
+}
+
 // An operator: what it has, and the positions of its arguments.
 template <class Schema>
 struct Operator : Schema {
@@ -115,17 +122,45 @@ using BackwardOperators = Operators<schemas::LayerNormBackward, schemas::AdaLaye
 using LayerNorm = Operator<schemas::LayerNorm>;
 using GroupNorm = Operator<schemas::GroupNorm>;
 
-// The flags of a backward operator, which also are the order of its results.
-struct NeedsFlag {
+// The gradients that backward of a norm may have.
+template <class Tensor>
+struct NormGradients {
+  Tensor dx, dinput, dgate, dshift, dscale, dweight, dbias;
+};
+// The flags of a backward operator, and in their order its results.
+template <class Tensor>
+struct GradientFlag {
   size_t position;
   bool Needs::* needed;
+  Tensor NormGradients<Tensor>::* gradient;
 };
+template <class Op, class Tensor, class All = NormGradients<Tensor>>
+constexpr GradientFlag<Tensor> kGradientFlags[] = {
+    {Op::kNeedsDx, &Needs::dx, &All::dx},
+    {Op::kNeedsDinput, &Needs::dinput, &All::dinput},
+    {Op::kNeedsDgate, &Needs::dgate, &All::dgate},
+    {Op::kNeedsDshift, &Needs::dshift, &All::dshift},
+    {Op::kNeedsDscale, &Needs::dscale, &All::dscale},
+    {Op::kNeedsDweight, &Needs::dweight, &All::dweight},
+    {Op::kNeedsDbias, &Needs::dbias, &All::dbias}};
+
+// A misspelt name would be absent without a word: whether an operator has what none of its
+// direction lacks, and whether all flags are found, side by side.
 template <class Op>
-constexpr NeedsFlag kNeedsFlags[] = {
-    {Op::kNeedsDx, &Needs::dx},         {Op::kNeedsDinput, &Needs::dinput},
-    {Op::kNeedsDgate, &Needs::dgate},   {Op::kNeedsDshift, &Needs::dshift},
-    {Op::kNeedsDscale, &Needs::dscale}, {Op::kNeedsDweight, &Needs::dweight},
-    {Op::kNeedsDbias, &Needs::dbias}};
+constexpr bool kIsForward = Op::kInput != kAbsent && Op::kWeight != kAbsent &&
+                            Op::kBias != kAbsent && Op::kEps != kAbsent && Op::kOutDtype != kAbsent;
+template <class Op>
+constexpr bool is_backward() {
+  if (Op::kDy == kAbsent || Op::kX == kAbsent || Op::kRstd == kAbsent || Op::kWeight == kAbsent ||
+      Op::kBias == kAbsent || Op::kNeedsDx == kAbsent) {
+    return false;
+  }
+  size_t next = Op::kNeedsDx;
+  for (const auto& flag : kGradientFlags<Op, int>) {
+    if (flag.position != kAbsent && flag.position != next++) return false;
+  }
+  return next - Op::kNeedsDx == flag_count(Op::kSchema);
+}
 
 // The activations as users write them, in the order of the enumeration; the last one belongs to
 // groups.

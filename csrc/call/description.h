@@ -88,7 +88,7 @@ struct Needs {
   bool any() const { return dx || columns() || dshift || dscale || dinput || dgate; }
 };
 
-// Backward. A gate is there only with the input that it multiplied, where the gradient of either is
+// Backward. The input of a gated sum is there only with a gate, where the gradient of either is
 // wanted. All gradients but dx are contiguous. With groups dx is always written.
 struct BackwardCall : NormCall {
   Needs needs;

@@ -38,7 +38,7 @@ struct LayerNormBackward {
 // y = activation(norm(input) * (weight + weight_offset) + bias) * scale; nothing but y is written.
 // The statistic says which norm it is: "layer", or "rms" (RMSNorm), which has no mean. With
 // round_before_weight, norm(input) is rounded to input's dtype before it is multiplied by weight.
-// All operators that follow compute either norm. y is contiguous, or with keeps_order it has the
+// Those of rows compute either norm. y is contiguous, or with keeps_order it has the
 // strides of torch.empty_like(input), as a norm over the channels of NCHW wants it.
 struct LayerNorm {
   using Backward = LayerNormBackward;
@@ -47,8 +47,7 @@ struct LayerNorm {
   static constexpr std::string_view kSchema =
       "Tensor input, int normalized_ndim, Tensor? weight, Tensor? bias, float eps, str? "
       "activation=None, float scale=1.0, ScalarType? out_dtype=None, str statistic=\"layer\", "
-      "float "
-      "weight_offset=0.0, bool round_before_weight=False, bool keeps_order=False";
+      "float weight_offset=0.0, bool round_before_weight=False, bool keeps_order=False";
 };
 
 // residual_out = input + residual; y = layer_norm(residual_out).
@@ -58,9 +57,8 @@ struct AddLayerNorm {
   static constexpr const char* kNode = "FusedAddLayerNormBackward";
   static constexpr std::string_view kSchema =
       "Tensor input, Tensor residual, int normalized_ndim, Tensor? weight, Tensor? bias, float "
-      "eps, "
-      "str? activation=None, float scale=1.0, ScalarType? out_dtype=None, str statistic=\"layer\", "
-      "float weight_offset=0.0, bool round_before_weight=False";
+      "eps, str? activation=None, float scale=1.0, ScalarType? out_dtype=None, str "
+      "statistic=\"layer\", float weight_offset=0.0, bool round_before_weight=False";
 };
 
 struct AdaLayerNormBackward {
@@ -119,9 +117,8 @@ struct GroupNormBackward {
   static constexpr const char* kName = "group_norm_backward";
   static constexpr std::string_view kSchema =
       "Tensor dy, Tensor x, int num_groups, Tensor mean, Tensor rstd, Tensor? shift, Tensor? "
-      "scale, "
-      "Tensor? weight, Tensor? bias, str? activation, float output_scale, bool needs_dx, bool "
-      "needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias";
+      "scale, Tensor? weight, Tensor? bias, str? activation, float output_scale, bool needs_dx, "
+      "bool needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias";
 };
 
 // Groups of channels: input is (samples, channels, ...), the channels of a sample form num_groups

@@ -87,7 +87,9 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     variable_list results(Op::kArguments);
     const Tensor& dy = gradients[0];
     Tensor gate, dx;
-    if constexpr (Op::kHasGate) gate = this->saved(Saved::kGate);
+    if constexpr (Op::kHasGate) {
+      if (dy.defined() || Op::kHasResidual) gate = this->saved(Saved::kGate);
+    }
     if constexpr (Op::kHasResidual) dx = gradients[1];
     if (dy.defined()) {
       dx = backward_of_norm(dy, dx, gate, results);
@@ -164,7 +166,8 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
   }
 
   void backward_of_gate(const Tensor& dx, const Tensor& gate, variable_list& results) {
-    static const OperatorHandle op = find_operator("gate_backward");
+    static const OperatorHandle op = find_operator(schemas::GateBackward::kName);
+    static_assert(argument_count(schemas::GateBackward::kSchema) == 5, "as they are pushed");
     const bool needs_dinput = needs(Op::kInput), needs_dgate = needs(Op::kGate);
     if (!needs_dinput && !needs_dgate) return;
     Stack stack;

@@ -237,9 +237,7 @@ struct SavedNorm {
   Tensor dy, x, mean, rstd, weight, bias, dresidual, shift, scale, input, gate;
 };
 
-struct GradientsOfNorm {
-  Tensor dx, dweight, dbias, dshift, dscale, dinput, dgate;
-};
+using GradientsOfNorm = NormGradients<Tensor>;
 
 // Runs a backward operator of a norm, outside any dispatch. False as above.
 inline bool backward_directly(const SavedNorm& saved, const NormOptions& options,
@@ -297,50 +295,34 @@ inline bool backward_directly(const SavedNorm& saved, const NormOptions& options
 template <class Op>
 GradientsOfNorm call_backward(const SavedNorm& saved, const NormOptions& options,
                               const Needs& needs) {
+  static_assert(is_backward<Op>(), "every backward operator has these arguments");
   static const OperatorHandle op = find_operator(Op::kName);
-  Stack stack(Op::kArguments);
-  const auto put = [&](size_t position, auto&& value) {
-    if (position != kAbsent) stack[position] = std::forward<decltype(value)>(value);
+  Stack stack = stack_of<Op>(options);
+  const auto put = [&](size_t position, const Tensor& tensor) {
+    if (position != kAbsent) stack[position] = value_of(tensor);
   };
   put(Op::kDy, saved.dy);
   put(Op::kX, saved.x);
-  put(Op::kNormalizedNdim, options.normalized_ndim);
-  put(Op::kNumGroups, options.num_groups);
   if constexpr (Op::kMean != kAbsent) {
     put(Op::kMean, saved.mean.defined() ? saved.mean : saved.rstd.new_empty({0}));
   }
   put(Op::kRstd, saved.rstd);
-  put(Op::kWeight, value_of(saved.weight));
-  put(Op::kBias, value_of(saved.bias));
-  put(Op::kShift, value_of(saved.shift));
-  put(Op::kScale, value_of(saved.scale));
+  put(Op::kWeight, saved.weight);
+  put(Op::kBias, saved.bias);
+  put(Op::kShift, saved.shift);
+  put(Op::kScale, saved.scale);
   put(Op::kInput, saved.input);
   put(Op::kGate, saved.gate);
-  put(Op::kDresidual, value_of(saved.dresidual));
-  if constexpr (Op::kActivation != kAbsent) put(Op::kActivation, activation_of(options));
-  put(Op::kOutputScale, options.output_scale);
-  put(Op::kStatistic, statistic_of(options));
-  put(Op::kWeightOffset, options.weight_offset);
-  put(Op::kKeepsOrder, options.keeps_order);
-  if constexpr (Op::kGateFirst != kAbsent) {
-    static const IValue silu("silu"), sigmoid("sigmoid");
-    put(Op::kGateFirst, options.gate_place == GatePlace::kFirst);
-    put(Op::kGateActivation, options.activation == Activation::kSilu ? silu : sigmoid);
-    put(Op::kGroupSize, options.group_size);
+  put(Op::kDresidual, saved.dresidual);
+  for (const auto& flag : kGradientFlags<Op, Tensor>) {
+    if (flag.position != kAbsent) stack[flag.position] = needs.*flag.needed;
   }
-  for (const auto& [position, needed] : kNeedsFlags<Op>) put(position, needs.*needed);
   call(op, &stack);
   GradientsOfNorm found;
-  const auto take = [&](size_t flag, bool needed, Tensor& into) {
-    if (flag != kAbsent && needed) into = std::move(stack[flag - Op::kNeedsDx]).toTensor();
-  };
-  take(Op::kNeedsDx, needs.dx, found.dx);
-  take(Op::kNeedsDinput, needs.dinput, found.dinput);
-  take(Op::kNeedsDgate, needs.dgate, found.dgate);
-  take(Op::kNeedsDshift, needs.dshift, found.dshift);
-  take(Op::kNeedsDscale, needs.dscale, found.dscale);
-  take(Op::kNeedsDweight, needs.dweight, found.dweight);
-  take(Op::kNeedsDbias, needs.dbias, found.dbias);
+  for (const auto& flag : kGradientFlags<Op, Tensor>) {
+    if (flag.position == kAbsent || !(needs.*flag.needed)) continue;
+    found.*flag.gradient = std::move(stack[flag.position - Op::kNeedsDx]).toTensor();
+  }
   return found;
 }
 

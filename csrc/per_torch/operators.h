@@ -80,18 +80,29 @@ NormOptions options_of(const IValue* arguments) {
   return read_options<Op>(Arguments{arguments});
 }
 
-inline bool is_rms(const IValue& statistic) { return statistic.toStringRef() == "rms"; }
-
-// The operators' argument `statistic`.
-inline const IValue& statistic_of(const NormOptions& options) {
-  static const IValue layer("layer"), rms("rms");
-  return options.is_rms ? rms : layer;
-}
-
-// The operators' argument `activation`.
-inline IValue activation_of(const NormOptions& options) {
-  if (options.activation == Activation::kNone) return {};
-  return std::string(name_of(options.activation));
+// The reverse: an operator's arguments with these options. All others are None.
+template <class Op>
+Stack stack_of(const NormOptions& options) {
+  static const IValue layer("layer"), rms("rms"), silu("silu"), sigmoid("sigmoid");
+  Stack stack(Op::kArguments);
+  const auto put = [&](size_t position, IValue value) {
+    if (position != kAbsent) stack[position] = std::move(value);
+  };
+  put(Op::kNormalizedNdim, options.normalized_ndim);
+  put(Op::kNumGroups, options.num_groups);
+  put(Op::kGroupSize, options.group_size);
+  if (Op::kActivation != kAbsent && options.activation != Activation::kNone) {
+    stack[Op::kActivation] = std::string(name_of(options.activation));
+  }
+  put(Op::kOutputScale, options.output_scale);
+  put(Op::kEps, options.eps);
+  put(Op::kStatistic, options.is_rms ? rms : layer);
+  put(Op::kWeightOffset, options.weight_offset);
+  put(Op::kKeepsOrder, options.keeps_order);
+  put(Op::kRoundBeforeWeight, options.round_before_weight);
+  put(Op::kGateFirst, options.gate_place == GatePlace::kFirst);
+  put(Op::kGateActivation, options.activation == Activation::kSilu ? silu : sigmoid);
+  return stack;
 }
 
 // What backward depends on, for compiled autograd's cache.

@@ -82,20 +82,16 @@ struct RowsNorm {
            takes_parameter(bias, x, *shape, beside) && !std::isnan(eps_of(eps, x));
   }
   const Tensor& pytorchs_input() const { return x; }
-  // Those of our operator.
-  Stack arguments(const Tensor& input) const {
+  NormOptions options() const {
     NormOptions options;
+    options.normalized_ndim = static_cast<int64_t>(shape->size());
+    options.eps = eps_of(eps, x);
     options.is_rms = is_rms;
-    Stack stack;
-    stack.reserve(Op::kArguments);
-    torch::jit::push(stack, input, static_cast<int64_t>(shape->size()), value_of(weight),
-                     value_of(bias), eps_of(eps, x), IValue(), 1.0, IValue(), statistic_of(options),
-                     0.0, false, false);
-    return stack;
+    return options;
   }
 };
 
-// ---- layer_norm and rms_norm.
+// ---- PyTorch's norms: what they are given, and what becomes of a call.
 
 // What stands behind the sizes of normalized_shape where a caller asks for our kernels
 // (calls.SENTINEL). It is no size, so nobody else gives it, and PyTorch refuses a call that does
@@ -106,54 +102,52 @@ inline bool asks(c10::SymIntArrayRef shape) {
   return !shape.empty() && shape.back().maybe_as_int() == kAsks;
 }
 
-inline std::optional<at::IntArrayRef> sizes_of(c10::SymIntArrayRef shape, bool asked) {
-  return c10::asIntArrayRefSlowOpt(shape.slice(0, shape.size() - asked));
+inline bool asks(int64_t groups) { return groups < 0; }
+
+inline std::optional<at::IntArrayRef> sizes_of(c10::SymIntArrayRef shape) {
+  return c10::asIntArrayRefSlowOpt(shape.slice(0, shape.size() - asks(shape)));
 }
 
-template <c10::DeviceType device, bool kUnderAutocast>
-Tensor layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
-                  const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                  bool cudnn_enable) {
-  const bool asked = asks(shape);
-  if (asked || is_on<device>()) {
-    const RowsNorm norm = {x, sizes_of(shape, asked), weight, bias, eps, /*is_rms=*/false};
-    const Tensor y = by_kernel<device, kUnderAutocast>(keys, norm, asked);
-    if (y.defined()) return y;
-  }
-  return by_pytorch<at::_ops::layer_norm, device, kUnderAutocast>(keys, x, shape, weight, bias, eps,
-                                                                  cudnn_enable);
+inline RowsNorm norm_of(const Tensor& x, c10::SymIntArrayRef shape, const OptionalTensor& weight,
+                        const OptionalTensor& bias, double eps, bool /*cudnn_enable*/) {
+  return {x, sizes_of(shape), weight, bias, eps, /*is_rms=*/false};
+}
+inline RowsNorm norm_of(const Tensor& x, c10::SymIntArrayRef shape, const OptionalTensor& weight,
+                        std::optional<double> eps) {
+  return {x, sizes_of(shape), weight, kNoTensor, eps, /*is_rms=*/true};
+}
+inline GroupsNorm norm_of(const Tensor& x, int64_t groups, const OptionalTensor& weight,
+                          const OptionalTensor& bias, double eps, bool /*cudnn_enabled*/) {
+  return {x, asks(groups) ? -groups : groups, weight, bias, eps};
 }
 
-template <c10::DeviceType device, bool kUnderAutocast>
-Tensor rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
-                const OptionalTensor& weight, std::optional<double> eps) {
-  const bool asked = asks(shape);
-  if (asked || is_on<device>()) {
-    const RowsNorm norm = {x, sizes_of(shape, asked), weight, kNoTensor, eps, /*is_rms=*/true};
-    const Tensor y = by_kernel<device, kUnderAutocast>(keys, norm, asked);
-    if (y.defined()) return y;
+// Our kernels for a norm of PyTorch's. Its second argument (a shape, a number of groups) says
+// whether a call asks for them.
+template <class Aten, class Schema = typename Aten::schema>
+struct AtenNorm;
+template <class Aten, class Second, class... Rest>
+struct AtenNorm<Aten, Tensor(const Tensor&, Second, Rest...)> {
+  template <c10::DeviceType device, bool kUnderAutocast>
+  static Tensor at_autograd(DispatchKeySet keys, const Tensor& x, Second second, Rest... rest) {
+    const bool asked = asks(second);
+    if (asked || is_on<device>()) {
+      const Tensor y = by_kernel<device, kUnderAutocast>(keys, norm_of(x, second, rest...), asked);
+      if (y.defined()) return y;
+    }
+    return by_pytorch<Aten, device, kUnderAutocast>(keys, x, second, rest...);
   }
-  return by_pytorch<at::_ops::rms_norm, device, kUnderAutocast>(keys, x, shape, weight, eps);
-}
-
-// What inference mode leads to, which skips autograd's keys, for calls that ask.
-inline Tensor select_layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
-                                const OptionalTensor& weight, const OptionalTensor& bias,
-                                double eps, bool cudnn_enable) {
-  if (x.is_cuda() && asks(shape)) {
-    return by_operator(RowsNorm{x, sizes_of(shape, true), weight, bias, eps, false});
+  // What inference mode leads to, which skips autograd's keys, for calls that ask.
+  template <c10::DeviceType device>
+  static Tensor at_select(DispatchKeySet keys, const Tensor& x, Second second, Rest... rest) {
+    if (x.device().type() == device && asks(second)) {
+      return by_operator(norm_of(x, second, rest...));
+    }
+    return Aten::redispatch(keys & kBelowSelect, x, second, rest...);
   }
-  return at::_ops::layer_norm::redispatch(keys & kBelowSelect, x, shape, weight, bias, eps,
-                                          cudnn_enable);
-}
-
-inline Tensor select_rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
-                              const OptionalTensor& weight, std::optional<double> eps) {
-  if (x.is_cuda() && asks(shape)) {
-    return by_operator(RowsNorm{x, sizes_of(shape, true), weight, kNoTensor, eps, true});
-  }
-  return at::_ops::rms_norm::redispatch(keys & kBelowSelect, x, shape, weight, eps);
-}
+};
+using AtenLayerNorm = AtenNorm<at::_ops::layer_norm>;
+using AtenRmsNorm = AtenNorm<at::_ops::rms_norm>;
+using AtenGroupNorm = AtenNorm<at::_ops::group_norm>;
 
 // ---- The native operators. The stack holds an operator's arguments, for which its results are put
 // ---- in place.
@@ -168,7 +162,7 @@ inline bool take_forward(DispatchKeySet keys, Stack* stack, bool is_rms, Overrid
   const RowsNorm norm = {x, shape, weight, bias, a[count - 1].toOptional<double>(), is_rms};
   if (!norm.is_taken(Beside::kSame)) return false;
   const Taken taken(entry);
-  DirectOutputs out = with_statistics<LayerNorm>(keys, norm.arguments(x));
+  DirectOutputs out = with_statistics(keys, norm, x);
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(out.y));
   if (!is_rms) stack->emplace_back(std::move(out.mean));
@@ -269,18 +263,20 @@ Libraries register_norms() {
   const c10::WarningUtils::WarningHandlerGuard guard(&silent);
   Libraries libraries;
   auto& autograd = aten_at(kAutogradKey<device>, libraries);
-  autograd.impl("layer_norm", TORCH_FN((layer_norm<device, /*kUnderAutocast=*/false>)));
-  autograd.impl("rms_norm", TORCH_FN((rms_norm<device, false>)));
-  autograd.impl("group_norm", TORCH_FN((group_norm<device, false>)));
+  autograd.impl("layer_norm", TORCH_FN((AtenLayerNorm::at_autograd<device, false>)));
+  autograd.impl("rms_norm", TORCH_FN((AtenRmsNorm::at_autograd<device, false>)));
+  autograd.impl("group_norm", TORCH_FN((AtenGroupNorm::at_autograd<device, false>)));
   if constexpr (device == at::kCUDA) {
     auto& autocast = aten_at(c10::DispatchKey::AutocastCUDA, libraries);
-    autocast.impl("layer_norm", TORCH_FN((layer_norm<device, true>)));
-    if (kRmsNormInFloat32) autocast.impl("rms_norm", TORCH_FN((rms_norm<device, true>)));
-    autocast.impl("group_norm", TORCH_FN((group_norm<device, true>)));
+    autocast.impl("layer_norm", TORCH_FN((AtenLayerNorm::at_autograd<device, true>)));
+    if (kRmsNormInFloat32) {
+      autocast.impl("rms_norm", TORCH_FN((AtenRmsNorm::at_autograd<device, true>)));
+    }
+    autocast.impl("group_norm", TORCH_FN((AtenGroupNorm::at_autograd<device, true>)));
     auto& select = aten_at(c10::DispatchKey::BackendSelect, libraries);
-    select.impl("layer_norm", TORCH_FN(select_layer_norm));
-    select.impl("rms_norm", TORCH_FN(select_rms_norm));
-    select.impl("group_norm", TORCH_FN(select_group_norm));
+    select.impl("layer_norm", TORCH_FN((AtenLayerNorm::at_select<device>)));
+    select.impl("rms_norm", TORCH_FN((AtenRmsNorm::at_select<device>)));
+    select.impl("group_norm", TORCH_FN((AtenGroupNorm::at_select<device>)));
   }
   return libraries;
 }

@@ -9,7 +9,6 @@
 #include <array>
 #include <atomic>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "autocast.h"
@@ -103,6 +102,17 @@ inline IValue value_of(const OptionalTensor& t) { return t ? value_of(*t) : IVal
 // ---- What a call at an Autograd or Autocast key goes on to. `Norm` is what it is given: RowsNorm
 // ---- (override.h) or GroupsNorm (override_groups.h).
 
+// The arguments of our operator.
+template <class Norm>
+Stack arguments_of(const Norm& norm, const Tensor& input) {
+  using Op = typename Norm::Op;
+  Stack stack = stack_of<Op>(norm.options());
+  stack[Op::kInput] = input;
+  stack[Op::kWeight] = value_of(norm.weight);
+  stack[Op::kBias] = value_of(norm.bias);
+  return stack;
+}
+
 // The result of a call that asks for our kernels, by our operator, which knows modes and
 // transforms. Most of what that would refuse is refused before autograd has saved a tensor of it.
 template <class Norm>
@@ -111,7 +121,7 @@ Tensor by_operator(const Norm& norm) {
   const bool autocast = at::autocast::is_autocast_enabled(norm.x.device().type());
   TORCH_CHECK_VALUE(norm.is_taken(autocast ? Beside::kAnyFloat : Beside::kSameOrFloat),
                     "the kernels do not take such a norm");
-  Stack stack = norm.arguments(norm.x);
+  Stack stack = arguments_of(norm, norm.x);
   op.callBoxed(stack);
   return stack[0].toTensor();
 }
@@ -128,7 +138,7 @@ Tensor by_kernel(DispatchKeySet keys, const Norm& norm, bool asked) {
     return asked ? by_operator(norm) : Tensor();
   }
   static const OperatorHandle op = find_operator(Op::kName);
-  Stack stack = norm.arguments(asked ? norm.x : norm.pytorchs_input());
+  Stack stack = arguments_of(norm, asked ? norm.x : norm.pytorchs_input());
   const Taken guard(override_of<device>());
   naming_out_of_memory([&] {
     if (kUnderAutocast) {
@@ -170,12 +180,14 @@ Tensor by_pytorch(DispatchKeySet keys, const Arguments&... arguments) {
 
 // ---- The native operators.
 
-// The outputs of one of our operators with its statistics, given its arguments.
-template <class Op>
-DirectOutputs with_statistics(DispatchKeySet keys, Stack arguments) {
+// The outputs of one of our operators with its statistics.
+template <class Norm>
+DirectOutputs with_statistics(DispatchKeySet keys, const Norm& norm, const Tensor& x) {
+  using Op = typename Norm::Op;
+  Stack arguments = arguments_of(norm, x);
   DirectOutputs out;
-  const NormOptions options = options_of<Op>(arguments.data());
-  if (!forward_directly<Op>(keys, arguments.data(), options, /*needs_statistics=*/true, out)) {
+  if (!forward_directly<Op>(keys, arguments.data(), norm.options(), /*needs_statistics=*/true,
+                            out)) {
     static const OperatorHandle op = find_operator(name_with_statistics<Op>());
     const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
     call(op, &arguments);

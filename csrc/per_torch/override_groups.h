@@ -40,38 +40,14 @@ struct GroupsNorm {
            takes_parameter(bias, x, {channels}, beside);
   }
   Tensor pytorchs_input() const { return x.contiguous(pytorchs_format(x)); }
-  Stack arguments(const Tensor& input) const {
-    Stack stack;
-    stack.reserve(Op::kArguments);
-    torch::jit::push(stack, input, groups, IValue(), IValue(), value_of(weight), value_of(bias),
-                     eps, IValue(), 1.0, IValue());
-    return stack;
+  NormOptions options() const {
+    NormOptions options;
+    options.num_groups = groups;
+    options.eps = eps;
+    options.keeps_order = true;
+    return options;
   }
 };
-
-// A call asks for our kernels by a negative number of groups.
-template <c10::DeviceType device, bool kUnderAutocast>
-Tensor group_norm(DispatchKeySet keys, const Tensor& x, int64_t groups,
-                  const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                  bool cudnn_enabled) {
-  const bool asked = groups < 0;
-  if (asked || is_on<device>()) {
-    const GroupsNorm norm = {x, asked ? -groups : groups, weight, bias, eps};
-    const Tensor y = by_kernel<device, kUnderAutocast>(keys, norm, asked);
-    if (y.defined()) return y;
-  }
-  return by_pytorch<at::_ops::group_norm, device, kUnderAutocast>(keys, x, groups, weight, bias,
-                                                                  eps, cudnn_enabled);
-}
-
-// What inference mode leads to, as for layer_norm.
-inline Tensor select_group_norm(DispatchKeySet keys, const Tensor& x, int64_t groups,
-                                const OptionalTensor& weight, const OptionalTensor& bias,
-                                double eps, bool cudnn_enabled) {
-  if (x.is_cuda() && groups < 0) return by_operator(GroupsNorm{x, -groups, weight, bias, eps});
-  return at::_ops::group_norm::redispatch(keys & kBelowSelect, x, groups, weight, bias, eps,
-                                          cudnn_enabled);
-}
 
 // Whether x, as the native operators have it, is of these sizes and lies as they read it. From
 // torch 2.15 on they read a copy of what lies otherwise, which older releases refuse.
@@ -94,7 +70,7 @@ inline bool take_group_forward(DispatchKeySet keys, Stack* stack, Override& entr
   }
   const Tensor x = norm.pytorchs_input();
   const Taken taken(entry);
-  DirectOutputs out = with_statistics<GroupNorm>(keys, norm.arguments(x));
+  DirectOutputs out = with_statistics(keys, norm, x);
   const at::ScalarType type = x.scalar_type();
   torch::jit::drop(*stack, kCount);
   stack->emplace_back(std::move(out.y));

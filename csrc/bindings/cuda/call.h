@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // A call of an operator, as the dispatcher makes it: its arguments, in the order of its schema
-// (call/schemas.h), give place to its results. An argument is read once.
+// (call/schemas.h; of heads bindings/schemas.cpp), give place to its results. An argument is read
+// once.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 
+#include <array>
 #include <cstdint>
-#include <initializer_list>
 #include <string>
 
 #include "bindings/cuda/tensors.h"
@@ -45,7 +46,8 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     }
 
     // Ends the call. Null stands for a result that the operator does not have.
-    void give(std::initializer_list<const Tensor*> results) {
+    template <size_t kResults>
+    void give(const std::array<const Tensor*, kResults>& results) {
       uint64_t given = 0;
       for (const Tensor* result : results) {
         if (result != nullptr) stack_[given++] = torch::stable::detail::from(*result);

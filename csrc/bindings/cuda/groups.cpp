@@ -108,9 +108,6 @@ BackwardResult run_groups(const BackwardArguments& a) {
   const Needs& needs = a.needs;
   check(a, a.x);
   check_shape(a.dy, "dy", a.x, 0);
-  CHECK_ARGUMENT((a.shift || !needs.dshift) && (a.scale || !needs.dscale) &&
-                     (a.weight || !needs.dweight) && (a.bias || !needs.dbias),
-                 "a gradient is asked for of a parameter that is not there");
   const int64_t groups = a.x.sizes()[0] * a.options.num_groups;
   CHECK_ARGUMENT(is_statistic(*a.mean, a.x, groups) && is_statistic(a.rstd, a.x, groups),
                  "mean and rstd must be those of the forward pass");

@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators of heads on CUDA: check, describe q and k, allocate, plan, launch. Heads have no
 // direct call, so that this file alone describes them.
-#include <torch/csrc/stable/ops.h>
-
 #include <array>
 #include <cmath>
 #include <deque>
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "bindings/cuda/call.h"
 #include "bindings/cuda/ops.h"
@@ -221,7 +218,7 @@ void qk_norm_rope(StableIValue* stack, uint64_t arguments, uint64_t results) {
     a.check_is_ready(plan.has_value());
     a.check_launch(launch_heads_forward(a.params, *plan, current_stream(a.q)), "forward");
   }
-  call.give({&q_out, &k_out});
+  call.give(std::array{&q_out, &k_out});
 }
 
 void qk_norm_rope_backward(StableIValue* stack, uint64_t arguments, uint64_t results) {
@@ -260,7 +257,7 @@ void qk_norm_rope_backward(StableIValue* stack, uint64_t arguments, uint64_t res
     a.params.workspace = workspace.data();
     a.check_launch(launch_heads_backward(a.params, *plan, current_stream(q)), "backward");
   }
-  call.give({&*dx[0], &*dx[1], &*dweight[0], &*dweight[1], &*dbias[0], &*dbias[1]});
+  call.give<6>({&*dx[0], &*dx[1], &*dweight[0], &*dweight[1], &*dbias[0], &*dbias[1]});
 }
 
 }  // namespace

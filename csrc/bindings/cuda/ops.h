@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/cuda/tensors.h"
+#include "call/arguments.h"
 #include "call/prepare.h"
 
 namespace fused_layernorm __attribute__((visibility("hidden"))) {
@@ -41,16 +42,14 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     Tensor dy, x, rstd;
     std::optional<Tensor> mean = std::nullopt;  // gated norms have none
     std::optional<Tensor> dresidual = std::nullopt;
-    // Of a gated sum x = residual + gate * input: both or neither.
+    // Of a gated sum x = residual + gate * input: there only with a gate.
     std::optional<Tensor> input = std::nullopt;
     Needs needs = {};
   };
 
   // A gradient that is not asked for is an empty tensor of shape (0,). One that the operator does
   // not have may be absent.
-  struct BackwardResult {
-    std::optional<Tensor> dx, dinput, dgate, dshift, dscale, dweight, dbias;
-  };
+  using BackwardResult = NormGradients<std::optional<Tensor>>;
 
   // Rows: all operators but those of groups and of gated norms.
   ForwardResult run_forward(const ForwardArguments& a);
@@ -76,7 +75,8 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
                       bool is_rms, ForwardResult& result);
 
   // A new tensor for a parameter's gradient as a kernel writes it, in `type`, and where that is; of
-  // shape (0,) unless it is needed. `is_empty`: no kernel runs, and it is zero.
+  // shape (0,) unless it is needed. `is_empty`: no kernel runs, and it is zero. Throws if it is
+  // needed of a parameter that is not there.
   Tensor new_gradient(bool needed, const std::optional<Tensor>& parameter, ScalarType type,
                       const Tensor& x, bool is_empty, void*& data);
 

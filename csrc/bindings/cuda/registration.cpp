@@ -3,6 +3,8 @@
 // them to its family's function of ops.h. Also what these functions share.
 #include <torch/csrc/stable/ops.h>
 
+#include <array>
+#include <iterator>
 #include <limits>
 #include <type_traits>
 
@@ -53,19 +55,22 @@ auto run(const Given& a) {
 
 template <class Op, bool kGivesStatistics>
 void forward_operator(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  static_assert(kIsForward<Op>, "every forward operator has these arguments");
   Call call(stack, arguments, results);
   ForwardArguments a{{}, call.at<Tensor>(Op::kInput)};
   if constexpr (Op::kHasResidual) a.residual = call.at<Tensor>(Op::kResidual);
-  read_norm<Op>(call, a);
+  // In front of the options, one of which may be refused: what is not read then, leaks.
   a.out_dtype = call.at<std::optional<ScalarType>>(Op::kOutDtype);
+  read_norm<Op>(call, a);
   a.needs_statistics = kGivesStatistics;
   const ForwardResult result = run<Op>(a);
-  call.give({&result.y, address_of(result.residual_out), address_of(result.mean),
-             address_of(result.rstd)});
+  call.give(std::array{&result.y, address_of(result.residual_out), address_of(result.mean),
+                       address_of(result.rstd)});
 }
 
 template <class Op>
 void backward_operator(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  static_assert(is_backward<Op>(), "every backward operator has these arguments");
   Call call(stack, arguments, results);
   BackwardArguments a{
       {}, call.at<Tensor>(Op::kDy), call.at<Tensor>(Op::kX), call.at<Tensor>(Op::kRstd)};
@@ -73,17 +78,16 @@ void backward_operator(StableIValue* stack, uint64_t arguments, uint64_t results
   if constexpr (Op::kGatesSum) a.input = call.at<Tensor>(Op::kInput);
   read(call, Op::kDresidual, a.dresidual);
   read_norm<Op>(call, a);
-  for (const auto& [position, needed] : kNeedsFlags<Op>) {
-    if (position != kAbsent) a.needs.*needed = call.flag(position);
+  for (const auto& flag : kGradientFlags<Op, MaybeTensor>) {
+    if (flag.position != kAbsent) a.needs.*flag.needed = call.flag(flag.position);
   }
-  const BackwardResult n = run<Op>(a);
-  const auto given = [](size_t flag, const MaybeTensor& gradient) {
-    return flag == kAbsent ? nullptr : address_of(gradient);
-  };
-  call.give({given(Op::kNeedsDx, n.dx), given(Op::kNeedsDinput, n.dinput),
-             given(Op::kNeedsDgate, n.dgate), given(Op::kNeedsDshift, n.dshift),
-             given(Op::kNeedsDscale, n.dscale), given(Op::kNeedsDweight, n.dweight),
-             given(Op::kNeedsDbias, n.dbias)});
+  const BackwardResult gradients = run<Op>(a);
+  std::array<const Tensor*, std::size(kGradientFlags<Op, MaybeTensor>)> given = {};
+  for (size_t i = 0; i < given.size(); ++i) {
+    const auto& flag = kGradientFlags<Op, MaybeTensor>[i];
+    if (flag.position != kAbsent) given[i] = address_of(gradients.*flag.gradient);
+  }
+  call.give(given);
 }
 
 }  // namespace
@@ -112,6 +116,7 @@ void new_statistics(const Tensor& x, const std::vector<int64_t>& sizes, DataType
 Tensor new_gradient(bool needed, const MaybeTensor& parameter, ScalarType type, const Tensor& x,
                     bool is_empty, void*& data) {
   if (!needed) return none(x, parameter ? parameter->scalar_type() : x.scalar_type());
+  CHECK_ARGUMENT(parameter, "a gradient is asked for of a parameter that is not there");
   Tensor result = empty_like(*parameter, type);
   if (is_empty) torch::stable::zero_(result);
   data = result.mutable_data_ptr();
