@@ -3,7 +3,6 @@
 #include "call/prepare.h"
 
 #include <cmath>
-#include <type_traits>
 
 #include "call/layout.h"
 #include "call/types.h"
@@ -111,6 +110,10 @@ bool begin_at_halves(const ForwardParams& p, const DataTypes& types) {
          p.cols * y % kHalf == 0;
 }
 
+// What a plan says for ForwardParams::stays_in_l2.
+bool stays_in_l2(const Launch&) { return false; }
+bool stays_in_l2(const forward::InRegisters& plan) { return plan.stays_in_l2; }
+
 // The plan of rows that kernels find by a RowMap.
 template <typename Plan, typename Make>
 Planned<Plan> planned_by(const Make& make, const Problem& problem, const Device& device) {
@@ -207,7 +210,8 @@ bool prepare(const ForwardCall& call, const Device& device, PreparedForward& int
     problem.halves = !aligned && begin_at_halves(params, into.types);
     problem.residual = static_cast<bool>(call.residual);
     auto planned = planned_by<forward::Plan>(make_forward_plan, problem, device);
-    params.stays_in_l2 = stays_in_l2(planned.plan);
+    params.stays_in_l2 =
+        std::visit([](const auto& strategy) { return stays_in_l2(strategy); }, planned.plan);
     into.plan = std::move(planned);
     return true;
   }

@@ -31,10 +31,5 @@ using Plan = std::variant<Warp, Block, Ring, Stream>;
 // (has_kernels), with `aligned` only where the columns allow it. Throws std::invalid_argument, with
 // a message of one sentence, if the forced parts cannot run the problem.
 forward::Plan make_forward_plan(const Problem& problem, const Device& device);
-// What the plan says for ForwardParams::stays_in_l2.
-bool stays_in_l2(const forward::Plan& plan);
-
-// Each strategy has a launch function, which enqueues its kernels on `stream` of the current device
-// and returns the first error.
 
 }  // namespace fused_layernorm
