@@ -18,87 +18,30 @@ constexpr int kMostWarps = 8;
 // Of many partial sums, as persistent blocks of small tiles leave them.
 constexpr int kManyParts = 160, kMostWarpsOfMany = 32;
 
-template <typename Acc, typename W, int kWidth>
-__global__ void __launch_bounds__(kMostWarpsOfMany* kWarpSize, 1)
-    param_grad_kernel(const backward::PartialSums partials, const BackwardParams p) {
-  using Sum = Vec<Acc, kWidth>;
-  __shared__ Sum sums[2][kMostWarpsOfMany][kColumnLanes];
-  const int lane = threadIdx.x % kColumnLanes, warp = threadIdx.x / kWarpSize;
-  const int warps = blockDim.x / kWarpSize;
-  const int col = (blockIdx.x * kColumnLanes + lane) * kWidth;
-  const auto* partial =
-      reinterpret_cast<const Acc*>(static_cast<const char*>(p.workspace) + partials.offset) + col;
-  const int64_t all = int64_t{partials.count} * p.cols;
-  const bool has_bias = p.dbias != nullptr;
-
-  Acc dweight[kWidth] = {}, dbias[kWidth] = {};
-  wait_for_previous_kernel();
-  if (col < p.cols) {
-#pragma unroll 4
-    for (int i = threadIdx.x / kColumnLanes; i < partials.count; i += warps * kLanesOfColumn) {
-      const Sum dw = load<Use::kReadOnly, kWidth>(partial + int64_t{i} * p.cols);
-      Sum db = {};
-      if (has_bias) db = load<Use::kReadOnly, kWidth>(partial + all + int64_t{i} * p.cols);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        dweight[j] += dw.at[j];
-        dbias[j] += db.at[j];
-      }
-    }
-  }
-#pragma unroll
-  for (int offset = kColumnLanes; offset < kWarpSize; offset *= 2) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      dweight[j] += shuffle_xor(dweight[j], offset);
-      dbias[j] += shuffle_xor(dbias[j], offset);
-    }
-  }
-  if (threadIdx.x % kWarpSize < kColumnLanes) {
-    sums[0][warp][lane] = round_to<Acc>(dweight);
-    sums[1][warp][lane] = round_to<Acc>(dbias);
-  }
-  __syncthreads();
-  if (threadIdx.x >= 2 * kColumnLanes || col >= p.cols) return;
-  // The first kColumnLanes threads add up dweight, the next kColumnLanes threads dbias.
-  const bool of_bias = threadIdx.x >= kColumnLanes;
-  Acc sum[kWidth] = {};
-  // In chains of eight: one of 32 would round two thirds more.
-  for (int first = 0; first < warps; first += kMostWarps) {
-    Acc part[kWidth] = {};
-#pragma unroll 4
-    for (int w = first; w < min(first + kMostWarps, warps); ++w) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) part[j] += sums[of_bias][w][lane].at[j];
-    }
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) sum[j] += part[j];
-  }
-  auto* const gradient = static_cast<W*>(of_bias ? p.dbias : p.dweight);
-  if (gradient != nullptr) store_once<W, kWidth>(gradient + col, round_to<W>(sum));
-}
-
 // Adds up `count` rows of partial sums at the kWidth columns of each lane, for each of kSums sums
-// whose partial sums lie `all` elements apart. Each part i is first multiplied by the factors that
-// factor(factors, i) sets. Thread n * kColumnLanes + lane gets sum n; the result of other threads
-// is unspecified.
-template <int kSums, typename Acc, int kWidth, typename Factor>
-__device__ __forceinline__ void sum_parts(Acc (&result)[kWidth], const Acc* partial, int64_t count,
+// whose partial sums lie `all` elements apart; only the first `wanted` are read, the others are
+// zero. Each part i is first multiplied by the factors that factor(factors, i) sets. Thread
+// n * kColumnLanes + lane gets sum n; the result of other threads is unspecified. A block has up to
+// kWarps warps.
+template <int kSums, int kWarps = kMostWarps, typename Acc, int kWidth, typename Count,
+          typename Factor>
+__device__ __forceinline__ void sum_parts(Acc (&result)[kWidth], const Acc* partial, Count count,
                                           int64_t cols, int64_t all, bool has_cols,
-                                          const Factor& factor) {
+                                          const Factor& factor, int wanted = kSums) {
   using Sum = Vec<Acc, kWidth>;
-  __shared__ Sum sums[kSums][kMostWarps][kColumnLanes];
+  __shared__ Sum sums[kSums][kWarps][kColumnLanes];
   const int lane = threadIdx.x % kColumnLanes, warp = threadIdx.x / kWarpSize;
   const int warps = blockDim.x / kWarpSize;
   Acc running[kSums][kWidth] = {};
   wait_for_previous_kernel();
   if (has_cols) {
 #pragma unroll 4
-    for (int64_t i = threadIdx.x / kColumnLanes; i < count; i += warps * kLanesOfColumn) {
+    for (Count i = threadIdx.x / kColumnLanes; i < count; i += warps * kLanesOfColumn) {
       Acc factors[kWidth];
       factor(factors, i);
 #pragma unroll
       for (int n = 0; n < kSums; ++n) {
+        if (n >= wanted) continue;
         const Sum part = load<Use::kReadOnly, kWidth>(partial + n * all + i * cols);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) running[n][j] += factors[j] * part.at[j];
@@ -115,13 +58,22 @@ __device__ __forceinline__ void sum_parts(Acc (&result)[kWidth], const Acc* part
     if (threadIdx.x % kWarpSize < kColumnLanes) sums[n][warp][lane] = round_to<Acc>(running[n]);
   }
   __syncthreads();
+  if (threadIdx.x >= kWarpSize) return;
   const int n = min(static_cast<int>(threadIdx.x) / kColumnLanes, kSums - 1);
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) result[j] = 0;
+  // In chains of eight: one of 32 would round two thirds more.
+#pragma unroll 1
+  for (int first = 0; first < kWarps && first < warps; first += kMostWarps) {
+    Acc chain[kWidth] = {};
+    const int end = kWarps > kMostWarps ? min(first + kMostWarps, warps) : warps;
 #pragma unroll 4
-  for (int w = 0; w < warps; ++w) {
+    for (int w = first; w < end; ++w) {
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) result[j] += sums[n][w][lane].at[j];
+      for (int j = 0; j < kWidth; ++j) chain[j] += sums[n][w][lane].at[j];
+    }
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) result[j] += chain[j];
   }
 }
 
@@ -158,6 +110,30 @@ struct GradColumns {
              static_cast<int>(threadIdx.x) % kColumnLanes) *
             kWidth) {}
 };
+
+// Stores what sum_parts() found of dweight and of dbias, as far as they are wanted.
+template <typename W, typename Acc, int kWidth>
+__device__ __forceinline__ void store_param_grads(const BackwardParams& p,
+                                                  const GradColumns<kWidth>& at,
+                                                  const Acc (&sum)[kWidth]) {
+  if (threadIdx.x >= 2 * kColumnLanes || at.col >= p.cols) return;
+  auto* const gradient = static_cast<W*>(threadIdx.x >= kColumnLanes ? p.dbias : p.dweight);
+  if (gradient != nullptr) store_once<W, kWidth>(gradient + at.col, round_to<W>(sum));
+}
+
+// dweight and dbias of all rows.
+template <typename Acc, typename W, int kWidth>
+__global__ void __launch_bounds__(kMostWarpsOfMany* kWarpSize, 1)
+    param_grad_kernel(const backward::PartialSums partials, const BackwardParams p) {
+  const GradColumns<kWidth> at(gridDim.x);
+  const auto* partial =
+      reinterpret_cast<const Acc*>(static_cast<const char*>(p.workspace) + partials.offset);
+  Acc sum[kWidth];
+  sum_parts<2, kMostWarpsOfMany>(sum, partial + at.col, partials.count, p.cols,
+                                 int64_t{partials.count} * p.cols, at.col < p.cols,
+                                 no_factor<Acc, kWidth>, p.dbias != nullptr ? 2 : 1);
+  store_param_grads<W>(p, at, sum);
+}
 
 // dscale = weight * a + bias * c and dshift = c of every group, where a is the sum of dy * xhat and
 // c the sum of dy over the group's rows, both added up from the group's parts. The kernel keeps a
@@ -214,9 +190,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
   const int64_t groups = p.rows / p.group_rows;
   const auto* kept =
       reinterpret_cast<const Acc*>(static_cast<const char*>(p.workspace) + sums_offset);
-  const bool has_cols = at.col < p.cols;
   Acc sum[kWidth];
-  sum_parts<2>(sum, kept + at.col, groups, p.cols, groups * p.cols, has_cols,
+  sum_parts<2>(sum, kept + at.col, groups, p.cols, groups * p.cols, at.col < p.cols,
                [&](Acc(&factors)[kWidth], int64_t group) {
                  const auto scale = row_parameter<W>(p.modulation.scale, p.modulation.scale_rows,
                                                      group * p.group_rows, at.col, Absent::kZeros);
@@ -224,9 +199,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
 #pragma unroll
                  for (int j = 0; j < kWidth; ++j) factors[j] += Acc(1);
                });
-  if (threadIdx.x >= 2 * kColumnLanes || !has_cols) return;
-  auto* const gradient = static_cast<W*>(threadIdx.x >= kColumnLanes ? p.dbias : p.dweight);
-  if (gradient != nullptr) store_once<W, kWidth>(gradient + at.col, round_to<W>(sum));
+  store_param_grads<W>(p, at, sum);
 }
 
 // dgate of every group.
