@@ -115,7 +115,6 @@ inline std::optional<Block> Block::make(const Problem& problem, const Device& de
 }
 }  // namespace backward
 
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::Block&, cudaStream_t);
+BackwardLaunch<backward::Block> launch_layer_norm_backward;
 
 }  // namespace fused_layernorm

@@ -23,8 +23,7 @@ struct FewRows : OneRowATeam {
 
 }  // namespace backward
 
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::FewRows&, cudaStream_t);
+BackwardLaunch<backward::FewRows> launch_layer_norm_backward;
 
 // ---- Limits.
 

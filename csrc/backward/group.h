@@ -24,8 +24,7 @@ struct Group : Persistent {
 
 }  // namespace backward
 
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::Group&, cudaStream_t);
+BackwardLaunch<backward::Group> launch_layer_norm_backward;
 
 // Blocks with groups of rows keep rows as the blocks above do. They have no kernels for float64,
 // nor without a ring for rows that they do not keep.

@@ -16,8 +16,7 @@ struct Rows : OneRowATeam {
 
 }  // namespace backward
 
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::Rows&, cudaStream_t);
+BackwardLaunch<backward::Rows> launch_layer_norm_backward;
 
 // Rows with a modulation of their own: a block has about this many threads, or one larger team. The
 // lists are the numbers of vectors that kernels are compiled for.

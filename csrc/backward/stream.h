@@ -27,8 +27,7 @@ struct Stream : Launch {
 
 }  // namespace backward
 
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::Stream&, cudaStream_t);
+BackwardLaunch<backward::Stream> launch_layer_norm_backward;
 
 // Threads of the stream kernels' blocks. Each warp writes its part of a row's sums to the
 // workspace.

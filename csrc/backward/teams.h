@@ -11,7 +11,6 @@
 #include "backward/tuning.h"
 #include "base/choices.h"
 #include "base/cuda_types.h"
-#include "base/params.h"
 #include "base/partial_sums.h"
 #include "base/planning.h"
 #include "base/problem.h"

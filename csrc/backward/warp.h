@@ -31,8 +31,7 @@ struct Warp : Launch {
 
 }  // namespace backward
 
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::Warp&, cudaStream_t);
+BackwardLaunch<backward::Warp> launch_layer_norm_backward;
 
 // ---- Limits.
 
@@ -74,12 +73,6 @@ static_assert(backward_warp_fits(2) && backward_warp_fits(4) && backward_warp_fi
 namespace backward {
 
 // ---- The plan.
-
-// The vectors and the lanes of a logical warp that owns a row.
-struct Lanes {
-  int vecs;
-  int lanes;
-};
 
 inline std::optional<Lanes> lanes_of(const Problem& problem, const Forced& forced) {
   const int width = width_of(problem);

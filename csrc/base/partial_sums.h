@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "base/cuda_types.h"
-#include "base/params.h"
 #include "base/problem.h"
 
 namespace fused_layernorm {

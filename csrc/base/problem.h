@@ -52,6 +52,12 @@ struct Launch {
   bool meets() const { return false; }
 };
 
+// How a logical warp owns a row: vectors of a lane, and lanes.
+struct Lanes {
+  int vecs;
+  int lanes;
+};
+
 // How a row is cut into slices, one for each of several blocks.
 struct Slices {
   int count = 1;

@@ -7,7 +7,6 @@
 #include <optional>
 
 #include "base/cuda_types.h"
-#include "base/params.h"
 #include "base/partial_sums.h"
 #include "base/planning.h"
 #include "channels/tiles.h"
@@ -123,7 +122,6 @@ inline std::optional<backward::Channels> make_channels_plan(
   return takes_wide ? wide : narrow;
 }
 
-cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
-                                       const backward::Channels& plan, cudaStream_t stream);
+BackwardLaunch<backward::Channels> launch_layer_norm_backward;
 
 }  // namespace fused_layernorm

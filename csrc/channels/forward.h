@@ -6,7 +6,6 @@
 #include <optional>
 
 #include "base/cuda_types.h"
-#include "base/params.h"
 #include "base/planning.h"
 #include "channels/tiles.h"
 
@@ -93,7 +92,6 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   return with(tiles);
 }
 
-cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
-                                      const forward::Channels& plan, cudaStream_t stream);
+ForwardLaunch<forward::Channels> launch_layer_norm_forward;
 
 }  // namespace fused_layernorm

@@ -24,8 +24,7 @@ struct Block : InRegisters {
 
 }  // namespace forward
 
-cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Block&,
-                                      cudaStream_t);
+ForwardLaunch<forward::Block> launch_layer_norm_forward;
 
 // ---- Limits.
 

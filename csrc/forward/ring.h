@@ -18,7 +18,6 @@
 #include <optional>
 
 #include "base/cuda_types.h"
-#include "base/params.h"
 #include "base/planning.h"
 #include "forward/tuning.h"
 
@@ -47,8 +46,7 @@ struct Ring : Launch {
 
 }  // namespace forward
 
-cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Ring&,
-                                      cudaStream_t);
+ForwardLaunch<forward::Ring> launch_layer_norm_forward;
 
 constexpr int kRingWorkers = 8, kRingMeasurers = 3, kRingCollectors = 1;
 constexpr int kRingThreads = (kRingWorkers + kRingMeasurers + kRingCollectors) * kWarpThreads;

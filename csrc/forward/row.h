@@ -8,7 +8,6 @@
 
 #include "base/choices.h"
 #include "base/cuda_types.h"
-#include "base/params.h"
 #include "base/planning.h"
 #include "forward/tuning.h"
 

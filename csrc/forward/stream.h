@@ -23,8 +23,7 @@ struct Stream : Launch {
 
 }  // namespace forward
 
-cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&,
-                                      const forward::Stream&, cudaStream_t);
+ForwardLaunch<forward::Stream> launch_layer_norm_forward;
 
 constexpr int kForwardStreamThreads = 512;
 constexpr int forward_stream_vecs(int width) { return width == 1 ? 16 : 8; }

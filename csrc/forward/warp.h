@@ -23,8 +23,7 @@ struct Warp : InRegisters {
 
 }  // namespace forward
 
-cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Warp&,
-                                      cudaStream_t);
+ForwardLaunch<forward::Warp> launch_layer_norm_forward;
 
 // ---- Limits.
 
@@ -39,12 +38,6 @@ static_assert(kForwardWarpThreads % kWarpThreads == 0,
 constexpr int one_vector_lanes(int x_size) { return 64 / vector_width(x_size); }
 template <int kXSize>
 using OneVectorLanes = VecsList<0, one_vector_lanes(kXSize)>;
-
-// How a logical warp owns a row: vectors of a lane, and lanes.
-struct Lanes {
-  int vecs;
-  int lanes;
-};
 
 namespace forward {
 
