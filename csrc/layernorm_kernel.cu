@@ -85,22 +85,14 @@ __global__ void __launch_bounds__(G::kBounds.threads, G::kBounds.blocks)
 
 // kKeep: xhat and g of a row stay in registers between its sums and its dx. Otherwise they are
 // computed again from the row.
-template <typename N, int kWidth_, int kVecs_, bool kBulk_, bool kKeep_>
-struct BackwardBlockGeometry {
-  static constexpr int kWidth = kWidth_, kVecs = kVecs_;
-  static constexpr bool kBulk = kBulk_, kKeep = kKeep_;
+template <typename N, int kWidth, int kVecs, bool kBulk, bool kKeep>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    layer_norm_backward_block_kernel(const backward::Persistent plan, const BackwardParams p) {
   static_assert(kVecs * kWidth <= (kKeep ? kKeptColsPerThread : kBackwardColsPerThread),
                 "a thread has registers for so many columns");
   static_assert(!kBulk || !kIsFloat64<typename N::Types>, "a ring's statistics are float32");
-};
-
-template <typename N, typename G>
-__global__ void __launch_bounds__(kBackwardThreads, 1)
-    layer_norm_backward_block_kernel(const backward::Persistent plan, const BackwardParams p) {
   using Acc = typename N::Acc;
-  using X = typename N::X;
-  constexpr int kWidth = G::kWidth, kVecs = G::kVecs;
-  if constexpr (G::kBulk && !kHasBulk) return;  // It is never launched on such chips.
+  if constexpr (kBulk && !kHasBulk) return;  // It is never launched on such chips.
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ alignas(16) Pair<Acc> scratch[2][kBackwardScratch];
   __shared__ Pair<float> stage_statistics[kAllStages];
@@ -112,28 +104,22 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   // 215).
   const int team_index = min(team.index, plan.teams - 1);
   const SliceWork work(plan.teams, team_index, p.rows, p.cols);
-  const PersistentRows<N, kWidth, kVecs, G::kBulk> rows(p, plan, 0, p.cols, team, team_index,
-                                                        shared, stage_statistics, barriers);
+  const PersistentRows<N, kWidth, kVecs, kBulk> rows(p, plan, 0, p.cols, team, team_index, shared,
+                                                     stage_statistics, barriers);
   const auto& share = rows.share;
   rows.start(team, team.index < plan.teams, work);
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
   const int first_scratch = team_index * scratch_values(team.warps());
   // Iterations from a row's first read to the barrier behind its last read.
-  constexpr int kHeld = G::kKeep ? 0 : 1;
+  constexpr int kHeld = kKeep ? 0 : 1;
   RingPosition read;
   for (int i = 0; i < work.rows; ++i) {
     const int64_t row = work.row(i);
-    Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
-    Vec<X, kWidth> added[kVecs] = {};
-    if constexpr (G::kKeep && N::Prologue::kMayAdd) {
-      if (p.dx != nullptr) {
-        const DxRow<N> dx_row(p, row, 0);
-#pragma unroll
-        for (int k = 0; k < kVecs; ++k) {
-          if (share.has(k)) added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
-        }
-      }
+    KeptRow<N, kWidth, kVecs> kept;
+    Vec<typename N::X, kWidth> added[kVecs] = {};
+    if constexpr (kKeep && N::Prologue::kMayAdd) {
+      if (p.dx != nullptr) DxRow<N>(p, row, 0).load_added(added, share);
     }
     rows.wait(read);
     const Pair<Acc> statistics = rows.statistics_of(read.stage, row);
@@ -141,28 +127,15 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
       gradients.add_sums(sums);
       gradients.add_dparams(grads.dweight(k), grads.dbias(k));
-      if constexpr (G::kKeep) {
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          xhat[k][j] = gradients.xhat[j];
-          g[k][j] = gradients.g[j];
-        }
-      }
+      if constexpr (kKeep) kept.keep(k, gradients);
     });
     sums = team_sum(sums, team, scratch[i & 1] + first_scratch);
     // Behind the barrier of team_sum(), no thread reads the row of kHeld iterations ago any more.
     rows.refill(team, work, read, i, kHeld);
     if (p.dx != nullptr) {
       const Pair<Acc> means = means_of(p, sums);
-      if constexpr (G::kKeep) {
-        const DxRow<N> dx_row(p, row, 0);
-#pragma unroll
-        for (int k = 0; k < kVecs; ++k) {
-          if (share.has(k)) {
-            dx_row.store(share.vector(k) * kWidth, xhat[k], g[k], means, statistics.second,
-                         added[k]);
-          }
-        }
+      if constexpr (kKeep) {
+        kept.store(DxRow<N>(p, row, 0), share, means, statistics.second, added);
       } else {
         rows.store_dx(read.stage, row, means);
       }
@@ -170,7 +143,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     read.advance(plan.stages);
   }
 
-  if constexpr (G::kKeep) let_next_kernel_start();
+  if constexpr (kKeep) let_next_kernel_start();
   const ParamGradSink<N> sink(p, plan.partials, work.set);
   if (!sink.wanted()) return;
   if (plan.teams == 1) {
@@ -196,9 +169,9 @@ cudaError_t launch_backward(const BackwardParams& params, const backward::Block&
                             cudaStream_t stream) {
   constexpr bool kKeep = kVecs * kWidth <= kKeptColsPerThread;
   const auto start = [&](auto norm, auto bulk) {
-    using N = decltype(norm);
-    using G = BackwardBlockGeometry<N, kWidth, kVecs, bulk(), kKeep>;
-    return launch(layer_norm_backward_block_kernel<N, G>, plan, stream, plan, params);
+    const auto kernel =
+        layer_norm_backward_block_kernel<decltype(norm), kWidth, kVecs, bulk(), kKeep>;
+    return launch(kernel, plan, stream, plan, params);
   };
   if constexpr (kKeep) {
     return dispatch_bool<!kIsFloat64<T>>(plan.bulk, [&](auto bulk) {

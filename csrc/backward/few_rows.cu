@@ -136,20 +136,13 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, const TeamL
   // xhat and g stay in registers between the row's sums and its dx, if there are registers for
   // them.
   constexpr bool kKeep = few_rows_keep(kWidth, kVecs, sizeof(X), N::Epilogue::kMayActivate);
-  constexpr int kKept = kKeep ? kVecs : 1;
-  Acc xhat[kKept][kWidth], g[kKept][kWidth];
+  KeptRow<N, kWidth, kKeep ? kVecs : 1> kept;
   Pair<Acc> sums;
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     const auto gradients = gradients_of(k);
     gradients.add_sums(sums);
-    if constexpr (kKeep) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        xhat[k][j] = gradients.xhat[j];
-        g[k][j] = gradients.g[j];
-      }
-    }
+    if constexpr (kKeep) kept.keep(k, gradients);
   }
   sums = team.sum(sums, scratch);
   if (own_row >= p.rows) return;
@@ -160,7 +153,7 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, const TeamL
     const int col = share.vector(k) * kWidth;
     const auto added = dx_row.template added<kWidth>(col);
     if constexpr (kKeep) {
-      dx_row.store(col, xhat[k], g[k], means, rstd, added);
+      dx_row.store(col, kept.xhat[k], kept.g[k], means, rstd, added);
     } else {
       const auto gradients = gradients_of(k);
       dx_row.store(col, gradients.xhat, gradients.g, means, rstd, added);

@@ -41,26 +41,18 @@ struct TeamRows {
   }
 };
 
-template <typename N, int kWidth_, int kVecs_, bool kBulk_>
-struct BackwardGroupGeometry {
-  static constexpr int kWidth = kWidth_, kVecs = kVecs_;
-  static constexpr bool kBulk = kBulk_;
-  // Whether xhat and g of a row stay in registers between its sums and its dx. Otherwise they are
-  // computed again from the ring.
-  static constexpr bool kKeep =
-      group_holds_row(kVecs * kWidth <= kKeptColsPerThread, N::Prologue::kGated);
-  static_assert(kVecs * kWidth <= kBackwardColsPerThread, "a thread has registers for so many");
-  static_assert(kBulk || kKeep, "only a ring holds a row for a second read");
-};
-
-template <typename N, typename G>
+template <typename N, int kWidth, int kVecs, bool kBulk>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     layer_norm_backward_group_kernel(const backward::Group plan, const BackwardParams p) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using W = typename N::W;
-  constexpr int kWidth = G::kWidth, kVecs = G::kVecs;
-  constexpr bool kBulk = G::kBulk;
+  constexpr bool kGated = N::Prologue::kGated;
+  // Whether xhat and g of a row stay in registers between its sums and its dx. Otherwise they are
+  // computed again from the ring.
+  constexpr bool kKeep = group_holds_row(kVecs * kWidth <= kKeptColsPerThread, kGated);
+  static_assert(kVecs * kWidth <= kBackwardColsPerThread, "a thread has registers for so many");
+  static_assert(kBulk || kKeep, "only a ring holds a row for a second read");
   if constexpr (kBulk && !kHasBulk) return;  // Never launched on chips without bulk copies.
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ alignas(16) Pair<Acc> scratch[2][kBackwardScratch];
@@ -85,24 +77,18 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   });
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
-  constexpr bool kGated = N::Prologue::kGated;
   RunningGateGrad<Acc, kWidth, kVecs> dgate;
   // Iterations from a row's first read to the barrier behind its last read.
-  constexpr int kHeld = G::kKeep ? 0 : 1;
+  constexpr int kHeld = kKeep ? 0 : 1;
   RingPosition read;
   int i = 0;
   const auto work_on = [&](int64_t row) {
     const DxRow<N> dx_row(p, row, 0);
-    Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
+    KeptRow<N, kWidth, kVecs> kept;
     Vec<X, kWidth> added[kVecs] = {};
     Vec<X, kWidth> input[kVecs] = {};
-    constexpr bool kAddedEarly = G::kKeep || kGated;
-    if (kAddedEarly && (kGated || p.dx != nullptr)) {
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
-        if (share.has(k)) added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
-      }
-    }
+    constexpr bool kAddedEarly = kKeep || kGated;
+    if (kAddedEarly && (kGated || p.dx != nullptr)) dx_row.load_added(added, share);
     if constexpr (kGated) {
       const auto* input_row = static_cast<const X*>(p.input) + p.input_rows(row);
 #pragma unroll
@@ -118,13 +104,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
       gradients.add_sums(sums);
       gradients.add_dparams(grads.dweight(k), grads.dbias(k));
-      if constexpr (G::kKeep) {
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          xhat[k][j] = gradients.xhat[j];
-          g[k][j] = gradients.g[j];
-        }
-      }
+      if constexpr (kKeep) kept.keep(k, gradients);
     });
     sums = team_sum(sums, team, scratch[i & 1] + first_scratch);
     // After the barrier in team_sum() no thread reads the row of kHeld iterations ago any more.
@@ -150,20 +130,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           }
           store_once_if(share.has(k) && p.dinput != nullptr, element(dinput, col), round_to<X>(dx));
         });
-      } else if constexpr (G::kKeep) {
-#pragma unroll
-        for (int k = 0; k < kVecs; ++k) {
-          if (share.has(k)) {
-            dx_row.store(share.vector(k) * kWidth, xhat[k], g[k], means, statistics.second,
-                         added[k]);
-          }
-        }
+      } else if constexpr (kKeep) {
+        kept.store(dx_row, share, means, statistics.second, added);
       } else {
         rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
           const int col = share.template col<kWidth>(k);
-          const auto beside = kAddedEarly ? added[k] : dx_row.template added<kWidth>(col);
-          const auto dx =
-              dx_row.vector(gradients.xhat, gradients.g, means, statistics.second, beside);
+          const auto dx = dx_row.vector(gradients.xhat, gradients.g, means, statistics.second,
+                                        dx_row.template added<kWidth>(col));
           store_once_if(share.has(k), element(dx_row.dx, col), dx);
         });
       }
@@ -208,7 +181,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       leave(grads, sink);
       grads = {};
       if constexpr (kGated) {
-        leave(dgate, GatePartSink<N>(p, plan.parts.partials, part));
+        leave(dgate, PartSink<N>(p, plan.parts.partials, part, /*first=*/2));
         dgate = {};
       }
     }
@@ -239,8 +212,8 @@ cudaError_t launch_group(const BackwardParams& params, const backward::Group& pl
                                   ? has_gated_kernel(kWidth, sizeof(typename N::X), kBulk, kKeep)
                                   : has_group_kernel(kWidth, sizeof(typename N::X), kBulk, kKeep);
   if constexpr (kHasKernel && !(N::Prologue::kGated && !kSummandIsX<typename N::Types>)) {
-    using G = BackwardGroupGeometry<N, kWidth, kVecs, kBulk>;
-    return launch(layer_norm_backward_group_kernel<N, G>, plan, stream, plan, params);
+    return launch(layer_norm_backward_group_kernel<N, kWidth, kVecs, kBulk>, plan, stream, plan,
+                  params);
   } else {
     return cudaErrorInvalidValue;
   }

@@ -14,20 +14,13 @@
 namespace fused_layernorm {
 namespace {
 
-template <typename N, int kWidth_, int kVecs_, bool kBulk_>
-struct BackwardSplitGeometry {
-  static constexpr int kWidth = kWidth_, kVecs = kVecs_;
-  static constexpr bool kBulk = kBulk_;
+template <typename N, int kWidth, int kVecs, bool kBulk>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    layer_norm_backward_split_kernel(const backward::Split plan, const BackwardParams p) {
   static_assert(kVecs * kWidth <= kBackwardColsPerThread,
                 "a thread has registers for so many columns");
   static_assert(!kIsFloat64<typename N::Types>, "a slot holds two float32");
-};
-
-template <typename N, typename G>
-__global__ void __launch_bounds__(kBackwardThreads, 1)
-    layer_norm_backward_split_kernel(const backward::Split plan, const BackwardParams p) {
-  constexpr int kWidth = G::kWidth, kVecs = G::kVecs;
-  if constexpr (G::kBulk && !kHasBulk) return;  // Never launched on chips without bulk copies.
+  if constexpr (kBulk && !kHasBulk) return;  // Never launched on chips without bulk copies.
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ alignas(16) Pair<float> scratch[2][kBackwardScratch];
   __shared__ Pair<float> stage_statistics[kAllStages];
@@ -37,8 +30,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const BlockTeam team(plan.team_threads);
   const Slices& slices = plan.slices;
   const SliceWork work(slices, p.rows, p.cols);
-  const PersistentRows<N, kWidth, kVecs, G::kBulk> rows(p, plan, work.first_col, work.cols, team, 0,
-                                                        shared, stage_statistics, barriers);
+  const PersistentRows<N, kWidth, kVecs, kBulk> rows(p, plan, work.first_col, work.cols, team, 0,
+                                                     shared, stage_statistics, barriers);
   const bool is_collector = team.index > 0;
   auto* slots = static_cast<uint64_t*>(p.workspace);
   rows.start(team, !is_collector, work);
@@ -109,8 +102,7 @@ cudaError_t launch_split(const BackwardParams& params, const backward::Split& pl
       (kBulk ? has_ring_kernels(kWidth, sizeof(typename N::X), kIsBareBackward<N>)
              : kWidth > 1 && kVecs >= split_least_vecs(kWidth, false));
   if constexpr (kHasKernel) {
-    using G = BackwardSplitGeometry<N, kWidth, kVecs, kBulk>;
-    const auto kernel = layer_norm_backward_split_kernel<N, G>;
+    const auto kernel = layer_norm_backward_split_kernel<N, kWidth, kVecs, kBulk>;
     return launch_meeting(kernel, plan, stream, plan, params);
   } else {
     return cudaErrorInvalidValue;

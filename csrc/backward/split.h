@@ -25,8 +25,7 @@ struct Split : Persistent {
 
 }  // namespace backward
 
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::Split&, cudaStream_t);
+BackwardLaunch<backward::Split> launch_layer_norm_backward;
 
 // ---- Limits.
 
@@ -65,46 +64,6 @@ inline std::optional<Slices> slices_of(const Problem& problem, int width, int bl
   return std::nullopt;
 }
 
-// The limits of first_sliced(): the least blocks a row, the least columns a slice, and the unit of
-// slices_of().
-struct SliceLimits {
-  int least_blocks;
-  int least_cols;
-  int64_t unit;
-};
-
-// The plan with the fewest blocks a row for which `plan_of(slices)` has one. If the number of
-// blocks a row is forced, only that number is tried.
-template <typename PlanOf>
-auto first_sliced(const Problem& problem, const Device& device, int width,
-                  const SliceLimits& limits, const Forced& forced, const PlanOf& plan_of)
-    -> decltype(plan_of(Slices())) {
-  const int least = limits.least_blocks, most = most_blocks_per_row(device);
-  const auto number = forced.of(Field::kBlocksPerRow);
-  if (number && (*number < least || *number > most)) return std::nullopt;
-  for (int n = number.value_or(least); n <= number.value_or(most); ++n) {
-    const auto slices = slices_of(problem, width, number ? n : widen(n, device), limits.unit);
-    if (!slices) continue;
-    // More blocks a row never have longer slices.
-    if (slices->cols < limits.least_cols) return std::nullopt;
-    if (auto plan = plan_of(*slices)) return plan;
-  }
-  return std::nullopt;
-}
-
-// Whether the ring holds enough rows for its lag, and the kernel enough collected sums for the rows
-// that wait.
-constexpr bool is_valid_ring(int stages, int lag) {
-  return stages >= least_stages(false, lag) && stages <= kMostStages && lag < kMostCollected;
-}
-
-// The lag of rows that several blocks share. `stages` is empty for a kernel without a ring.
-inline int lag_of(std::optional<int> stages, const Device& device, const Forced& forced) {
-  const BackwardTuning& tuning = tuning_of(device);
-  const int lag = stages ? tuning.lags.at(*stages) : tuning.lag_without_ring;
-  return forced.value_or(Field::kLag, lag);
-}
-
 // ---- The plan.
 
 // The threads of a block that work on a slice, and whether a warp beside them collects the sums of
@@ -130,45 +89,62 @@ inline std::optional<SliceTeam> slice_team(const Problem& problem, int cols,
   return SliceTeam{*beside, true};
 }
 
+// The plan of these slices, if their ring holds what is wanted of it.
+inline std::optional<Split> split_into(const Slices& slices, const SliceRing& wanted,
+                                       const Problem& problem, const Device& device,
+                                       const Forced& forced) {
+  const bool ring = may_have_ring(problem, device, forced);
+  const auto own = slice_team(problem, slices.cols, wanted, ring, forced);
+  if (!own) return std::nullopt;
+  const Team& team = own->team;
+  Split plan;
+  set_team(plan, problem, team);
+  plan.slices = slices;
+  plan.has_collector = own->has_collector;
+  plan.threads = plan.team_threads + (plan.has_collector ? kWarpThreads : 0);
+  plan.bulk = ring;
+  const BackwardTuning& tuning = tuning_of(device);
+  if (ring) {
+    const int most = most_stages(team, 1, device);
+    if (most < wanted.stages) return std::nullopt;
+    plan.stages = forced.value_or(Field::kStages, most);
+    plan.lag = forced.value_or(Field::kLag, tuning.lags.at(plan.stages));
+    if (plan.stages > most || plan.stages < least_stages(false, plan.lag)) return std::nullopt;
+    plan.shared_bytes = static_cast<int>(team.param_bytes + plan.stages * team.stage_bytes);
+  } else {
+    plan.lag = forced.value_or(Field::kLag, tuning.lag_without_ring);
+  }
+  if (!forced.allows(Field::kBulk, plan.bulk) || !forced.allows(Field::kStages, plan.stages)) {
+    return std::nullopt;
+  }
+  const int64_t sets = persistent_sets(problem, device, slices.count, 1);
+  plan.blocks = sets * slices.count;
+  plan.workspace_bytes = round_up(problem.rows * slices.count * 8, 256);
+  lay_out_partials(plan, sets, problem);
+  plan.partials.starts_early = device.starts_early;
+  return plan;
+}
+
+// The plan with the fewest blocks a row that has one. If the number of blocks a row is forced, only
+// that number is tried.
 inline std::optional<Split> split_with(const SliceRing& wanted, const Problem& problem,
                                        const Device& device, const Forced& forced) {
-  const bool ring = may_have_ring(problem, device, forced);
   const int width = width_of(problem);
   // Slices begin a whole number of cache lines behind the beginning of their row, in the narrower
   // of x and dy.
   const int64_t unit = slice_unit(problem, width);
   const int64_t line_cols = width == 1 ? unit : unit * (kCacheLineBytes / kVectorBytes);
-  const auto plan_of = [&](const Slices& slices) -> std::optional<Split> {
-    const auto own = slice_team(problem, slices.cols, wanted, ring, forced);
-    if (!own) return std::nullopt;
-    const Team& team = own->team;
-    Split plan;
-    set_team(plan, problem, team);
-    plan.slices = slices;
-    plan.has_collector = own->has_collector;
-    plan.threads = plan.team_threads + (plan.has_collector ? kWarpThreads : 0);
-    plan.bulk = ring;
-    if (ring) {
-      const int most = most_stages(team, 1, device);
-      if (most < wanted.stages) return std::nullopt;
-      plan.stages = forced.value_or(Field::kStages, most);
-      plan.lag = lag_of(plan.stages, device, forced);
-      if (plan.stages > most || !is_valid_ring(plan.stages, plan.lag)) return std::nullopt;
-      plan.shared_bytes = static_cast<int>(team.param_bytes + plan.stages * team.stage_bytes);
-    } else {
-      plan.lag = lag_of(std::nullopt, device, forced);
-    }
-    if (!forced.allows(Field::kBulk, plan.bulk) || !forced.allows(Field::kStages, plan.stages)) {
-      return std::nullopt;
-    }
-    const int64_t sets = persistent_sets(problem, device, slices.count, 1);
-    plan.blocks = sets * slices.count;
-    plan.workspace_bytes = round_up(problem.rows * slices.count * 8, 256);
-    lay_out_partials(plan, sets, problem);
-    plan.partials.starts_early = device.starts_early;
-    return plan;
-  };
-  return first_sliced(problem, device, width, {2, wanted.least_cols, line_cols}, forced, plan_of);
+  const int least = 2, most = most_blocks_per_row(device);
+  const auto number = forced.of(Field::kBlocksPerRow);
+  if (number && (*number < least || *number > most)) return std::nullopt;
+  for (int n = number.value_or(least); n <= number.value_or(most); ++n) {
+    const auto slices = slices_of(problem, width, number ? n : widen(n, device), line_cols);
+    if (!slices) continue;
+    // More blocks a row never have longer slices.
+    if (slices->cols < wanted.least_cols) return std::nullopt;
+    if (auto plan = split_into(*slices, wanted, problem, device, forced)) return plan;
+  }
+  return std::nullopt;
 }
 
 inline std::optional<Split> Split::make(const Problem& problem, const Device& device,

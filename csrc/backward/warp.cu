@@ -52,7 +52,6 @@ __device__ __forceinline__ void backward_of_team(
     uint32_t team, uint32_t teams, bool reads_x, int chain_rows, typename N::Acc* second_sums,
     RunningParamGrads<typename N::Acc, kWidth, kVecs>& grads, const ParametersAt& parameters_at) {
   using Acc = typename N::Acc;
-  using X = typename N::X;
   LoadedGradientRow<N, kWidth, kVecs> next(p, from + team, to, share, reads_x);
   // All lanes of a warp take part in the shuffles, so the bounds are the same for all of them.
   for (uint32_t base = from; base < to;) {
@@ -64,14 +63,9 @@ __device__ __forceinline__ void backward_of_team(
       const LoadedGradientRow<N, kWidth, kVecs> now = next;
       next = LoadedGradientRow<N, kWidth, kVecs>(p, row + teams, to, share, reads_x);
       const DxRow<N> dx_row(p, valid_row ? row : from, 0);
-      Vec<X, kWidth> added[kVecs] = {};
-      if constexpr (N::Prologue::kMayAdd) {
-#pragma unroll
-        for (int k = 0; k < kVecs; ++k) {
-          if (share.has(k)) added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
-        }
-      }
-      Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
+      Vec<typename N::X, kWidth> added[kVecs] = {};
+      if constexpr (N::Prologue::kMayAdd) dx_row.load_added(added, share);
+      KeptRow<N, kWidth, kVecs> kept;
       Pair<Acc> sums;
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
@@ -80,21 +74,11 @@ __device__ __forceinline__ void backward_of_team(
                                              at.bias);
         gradients.add_sums(sums);
         gradients.add_dparams(grads.dweight(k), grads.dbias(k));
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          xhat[k][j] = gradients.xhat[j];
-          g[k][j] = gradients.g[j];
-        }
+        kept.keep(k, gradients);
       }
       if (p.dx == nullptr) continue;
       const Pair<Acc> means = means_of(p, logical_warp_sum(sums, lanes));
-      if (!valid_row) continue;
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
-        if (share.has(k)) {
-          dx_row.store(share.vector(k) * kWidth, xhat[k], g[k], means, now.rstd, added[k]);
-        }
-      }
+      if (valid_row) kept.store(dx_row, share, means, now.rstd, added);
     }
   }
 }

@@ -78,41 +78,30 @@ struct GroupRange {
   }
 };
 
-// Where the sums of one part go: to its place among the partial sums in the workspace.
+// Where the sums of one part go, from the `first` of [dscale, dshift, dgate] on: to its place among
+// the partial sums in the workspace.
 template <typename N>
 struct PartSink {
   using Acc = typename N::Acc;
-  Acc* dscale;
-  Acc* dshift;
+  Acc* at;
+  Acc* next;  // of the next sum
 
   __device__ __forceinline__ PartSink(const BackwardParams& p,
-                                      const backward::PartialSums& partials, int64_t part) {
+                                      const backward::PartialSums& partials, int64_t part,
+                                      int first = 0) {
     auto* sums = reinterpret_cast<Acc*>(static_cast<char*>(p.workspace) + partials.offset);
-    dscale = sums + part * p.cols;
-    dshift = sums + (partials.count + part) * p.cols;
+    at = sums + (int64_t{first} * partials.count + part) * p.cols;
+    next = sums + (int64_t{first + 1} * partials.count + part) * p.cols;
   }
   template <int kWidth>
   __device__ __forceinline__ void store(int col, const Acc (&by_xhat)[kWidth],
                                         const Acc (&alone)[kWidth]) const {
-    fused_layernorm::store<Acc, kWidth>(dscale + col, round_to<Acc>(by_xhat));
-    fused_layernorm::store<Acc, kWidth>(dshift + col, round_to<Acc>(alone));
-  }
-};
-
-// Where the dgate of one part goes: behind dscale and dshift.
-template <typename N>
-struct GatePartSink {
-  using Acc = typename N::Acc;
-  Acc* dgate;
-
-  __device__ __forceinline__ GatePartSink(const BackwardParams& p,
-                                          const backward::PartialSums& partials, int64_t part) {
-    auto* sums = reinterpret_cast<Acc*>(static_cast<char*>(p.workspace) + partials.offset);
-    dgate = sums + (int64_t{2} * partials.count + part) * p.cols;
+    store(col, by_xhat);
+    fused_layernorm::store<Acc, kWidth>(next + col, round_to<Acc>(alone));
   }
   template <int kWidth>
   __device__ __forceinline__ void store(int col, const Acc (&sum)[kWidth]) const {
-    fused_layernorm::store<Acc, kWidth>(dgate + col, round_to<Acc>(sum));
+    fused_layernorm::store<Acc, kWidth>(at + col, round_to<Acc>(sum));
   }
 };
 

@@ -92,6 +92,16 @@ struct DxRow {
     return negative_zeros<X, kWidth>();
   }
 
+  // The same at a thread's share of the row, as far as it has vectors.
+  template <int kWidth, int kVecs, typename Share>
+  __device__ __forceinline__ void load_added(Vec<X, kWidth> (&into)[kVecs],
+                                             const Share& share) const {
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      if (share.has(k)) into[k] = added<kWidth>(share.vector(k) * kWidth);
+    }
+  }
+
   // The dx of `kWidth` columns, before it is rounded. `means` are the two sums over the row, each
   // divided by the number of columns.
   template <int kWidth>
@@ -122,6 +132,32 @@ struct DxRow {
                                         Pair<Acc> means, Acc rstd,
                                         const Vec<X, kWidth>& added) const {
     store_once<X, kWidth>(element(dx, col), vector(xhat, g, means, rstd, added));
+  }
+};
+
+// xhat and g of a thread's share of a row, which stay in registers between the row's sums and its
+// dx.
+template <typename N, int kWidth, int kVecs>
+struct KeptRow {
+  typename N::Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
+
+  __device__ __forceinline__ void keep(int k, const Gradients<N, kWidth>& gradients) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      xhat[k][j] = gradients.xhat[j];
+      g[k][j] = gradients.g[j];
+    }
+  }
+  template <typename Share>
+  __device__ __forceinline__ void store(const DxRow<N>& dx_row, const Share& share,
+                                        Pair<typename N::Acc> means, typename N::Acc rstd,
+                                        const Vec<typename N::X, kWidth> (&added)[kVecs]) const {
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      if (share.has(k)) {
+        dx_row.store(share.vector(k) * kWidth, xhat[k], g[k], means, rstd, added[k]);
+      }
+    }
   }
 };
 
