@@ -2,9 +2,6 @@
 // The launches of which a call of GroupNorm consists, and the types that their kernels have.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "base/launch.cuh"
 #include "groups/plan.h"
 #include "norm/types.cuh"
@@ -34,32 +31,19 @@ GroupLaunch launch_group_totals;
 // gradients of parameters.
 GroupLaunch launch_held_groups, launch_split_groups, launch_group_param_grad;
 
-// Calls then(X{}, Y{}, width) for the types and the width that kernels are compiled for: of x, and
-// of y or dy.
-template <typename X, typename Y, typename Then>
-cudaError_t dispatch_group_width(int width, const Then& then) {
-  return dispatch_width<vector_width(static_cast<int>(sizeof(X)))>(
-      width, [&](auto w) { return then(X{}, Y{}, w); });
-}
+// Calls then(X{}, Y{}, width) for the types, of x and of y or dy, and the width that kernels are
+// compiled for: kTypesWithKernels has each once with a weight of y's type.
 template <typename Then>
 cudaError_t dispatch_group_types(const GroupTypes& types, int width, const Then& then) {
-  const auto is = [&](DataType x, DataType y) { return types.x == x && types.y == y; };
-  if (is(DataType::kFloat32, DataType::kFloat32))
-    return dispatch_group_width<float, float>(width, then);
-  if (is(DataType::kBFloat16, DataType::kBFloat16)) {
-    return dispatch_group_width<__nv_bfloat16, __nv_bfloat16>(width, then);
-  }
-#ifndef FUSED_LAYERNORM_TRIMMED
-  if (is(DataType::kBFloat16, DataType::kFloat32))
-    return dispatch_group_width<__nv_bfloat16, float>(width, then);
-  if (is(DataType::kFloat16, DataType::kFloat16))
-    return dispatch_group_width<__half, __half>(width, then);
-  if (is(DataType::kFloat16, DataType::kFloat32))
-    return dispatch_group_width<__half, float>(width, then);
-  if (is(DataType::kFloat64, DataType::kFloat64))
-    return dispatch_group_width<double, double>(width, then);
-#endif
-  return cudaErrorInvalidValue;
+  return dispatch_types({types.x, types.y, types.y}, [&](auto t) -> cudaError_t {
+    using T = decltype(t);
+    if constexpr (std::is_same_v<typename T::W, typename T::Y>) {
+      return dispatch_width<kVectorWidth<T>>(
+          width, [&](auto w) { return then(typename T::X{}, typename T::Y{}, w); });
+    } else {
+      return cudaErrorInvalidValue;
+    }
+  });
 }
 
 }  // namespace fused_layernorm

@@ -217,6 +217,9 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
     }
     sums = {};
   };
+  static_assert(
+      kSplitBackwardAhead >= 1,
+      "an apply, which begins with a barrier, lies between a map's last use and its next");
   run_steps<kSplitBackwardAhead>(
       own, meeting,
       [&](const SegmentCursor& at) {

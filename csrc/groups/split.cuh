@@ -26,8 +26,9 @@ namespace fused_layernorm {
 
 __device__ __forceinline__ Pair<float> pair_of(float2 v) { return {v.x, v.y}; }
 
-// What the warps of a block tell each other of a group. The places are used in turn; a ring holds
-// the segments of less than kGroupsKept groups, so a place is free when it is used again.
+// What the warps of a block tell each other of a group. The places are used in turn; a warp applies
+// less than kGroupsKept groups behind the one that it measures, so a place is free when it is used
+// again.
 struct SplitState {
   alignas(8) uint64_t measured[kGroupsKept];  // all warps have left their parts
   uint64_t collected[kGroupsKept];            // the totals are there
@@ -237,8 +238,8 @@ __device__ __forceinline__ void run_steps(const SplitWarp& own, const SplitMeeti
   }
 }
 
-// Calls body(vector) for a lane's vectors of a segment of up to kVecs * 32, all at once where
-// the segment is whole.
+// Calls body(vector) for a lane's vectors of a segment of up to kVecs * 32, all at once where it
+// has just so many.
 template <int kVecs, typename Body>
 __device__ __forceinline__ void each_vector(int vectors, int lane, const Body& body) {
   if (vectors == kVecs * kWarpSize) {
