@@ -238,7 +238,7 @@ struct Transposed {
   static constexpr int kPixels = sizeof(V) == 2 && !kScattered ? 2 : 1;
   static constexpr int kLanes = 4;
   // The pixels of a channel that a thread has at once.
-  using Word = typename detail::Piece<kPixels * sizeof(V)>::type;
+  using Word = detail::Piece<kPixels * sizeof(V)>;
 
   // The vectors of a tile that has whole ones alone, and the first channel and pixel of each.
   struct Vectors {

@@ -23,7 +23,7 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
                  : "memory");
   }
 #else
-  using Piece = typename detail::Piece<kBytes>::type;
+  using Piece = detail::Piece<kBytes>;
   *static_cast<Piece*>(to) = *static_cast<const Piece*>(from);
 #endif
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hopper's bulk copies from global to shared memory, completing on an mbarrier (PTX ISA,
-// "cp.async.bulk" and "mbarrier"). Older chips never launch a kernel that uses them.
+// "cp.async.bulk" and "mbarrier"). Older chips, whose assembler knows none of these instructions,
+// never launch a kernel that uses them: such a kernel first asks kHasBulk and returns.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,6 @@
 namespace fused_layernorm {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-#define FUSED_LAYERNORM_NO_BULK 1
 constexpr bool kHasBulk = false;
 #else
 constexpr bool kHasBulk = true;
@@ -21,32 +21,25 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 }
 
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
-#ifndef FUSED_LAYERNORM_NO_BULK
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(arrivals)
                : "memory");
-#endif
 }
 
 // Makes barriers that were just initialized visible to the copy engine.
 __device__ __forceinline__ void barrier_init_fence() {
-#ifndef FUSED_LAYERNORM_NO_BULK
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
 }
 
 // Arrives at the barrier, whose phase does not end before `bytes` have come by bulk copies.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
-#ifndef FUSED_LAYERNORM_NO_BULK
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
       "r"(bytes)
       : "memory");
-#endif
 }
 
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-#ifndef FUSED_LAYERNORM_NO_BULK
   uint32_t done;
   do {
     asm volatile(
@@ -59,24 +52,19 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
         : "r"(shared_address(barrier)), "r"(parity)
         : "memory");
   } while (done == 0);
-#endif
 }
 
 // Arrives at the barrier.
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-#ifndef FUSED_LAYERNORM_NO_BULK
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                : "memory");
-#endif
 }
 
 // Makes the barrier count one arrival once all copies that this thread has started by copy_async()
 // have landed.
 __device__ __forceinline__ void barrier_arrive_with_copies(uint64_t* barrier) {
-#ifndef FUSED_LAYERNORM_NO_BULK
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
-#endif
 }
 
 // Copies `bytes` to shared memory, asynchronously; the barrier counts them. Addresses and bytes are
@@ -85,7 +73,6 @@ __device__ __forceinline__ void barrier_arrive_with_copies(uint64_t* barrier) {
 // backward's float32 kernels does not have.)
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes,
                                           uint64_t* barrier, bool stays_in_l2) {
-#ifndef FUSED_LAYERNORM_NO_BULK
   if (stays_in_l2) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -99,7 +86,6 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
         "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(L2Policy(false).bits)
         : "memory");
   }
-#endif
 }
 
 // Orders this thread's accesses to shared memory so far before the bulk copies to it that are
@@ -107,21 +93,17 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
 // (PTX ISA, "async proxy"), so without this fence it may overwrite what an earlier load has yet to
 // read: no barrier waits for a load whose value nobody has used.
 __device__ __forceinline__ void fence_before_bulk_load() {
-#ifndef FUSED_LAYERNORM_NO_BULK
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
 }
 
 // Brings data that will be read once to L2, where it is evict_last until then. Address and bytes
 // are multiples of 16.
 __device__ __forceinline__ void bulk_prefetch_to_stay(const void* from, uint32_t bytes) {
-#ifndef FUSED_LAYERNORM_NO_BULK
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from),
                "r"(bytes), "l"(policy)
                : "memory");
-#endif
 }
 
 }  // namespace fused_layernorm

@@ -173,6 +173,16 @@ __device__ __forceinline__ void load_shifted(Vec<T, kWidth> (&vectors)[kCount],
   }
 }
 
+// Calls body(first, count) for `kAll` vectors, at most `kMost` of them at once.
+template <int kAll, int kMost, int kFirst = 0, typename Body>
+__device__ __forceinline__ void in_turn(const Body& body) {
+  if constexpr (kFirst < kAll) {
+    constexpr int kCount = kAll - kFirst < kMost ? kAll - kFirst : kMost;
+    body(std::integral_constant<int, kFirst>{}, std::integral_constant<int, kCount>{});
+    in_turn<kAll, kMost, kFirst + kMost>(body);
+  }
+}
+
 // Stores a row of `cols` columns (nothing, if there are none); `vector(k)` gives a thread's k-th
 // vector. All threads of the team must call, and so must the other threads of their warps.
 template <typename T, int kWidth, int kVecs, typename Team, int kMayMiss, typename Vector>
@@ -215,21 +225,7 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team,
     }
   };
   // As many pieces at once as there are registers for.
-  constexpr int kMost = 4;
-  constexpr int kCount = kVecs < kMost ? kVecs : kMost;
-  store(std::integral_constant<int, 0>{}, std::integral_constant<int, kCount>{});
-  if constexpr (kVecs > kMost) {
-    constexpr int kSecond = kVecs - kMost < kMost ? kVecs - kMost : kMost;
-    store(std::integral_constant<int, kMost>{}, std::integral_constant<int, kSecond>{});
-  }
-  if constexpr (kVecs > 2 * kMost) {
-    constexpr int kThird = kVecs - 2 * kMost < kMost ? kVecs - 2 * kMost : kMost;
-    store(std::integral_constant<int, 2 * kMost>{}, std::integral_constant<int, kThird>{});
-  }
-  if constexpr (kVecs > 3 * kMost) {
-    store(std::integral_constant<int, 3 * kMost>{},
-          std::integral_constant<int, kVecs - 3 * kMost>{});
-  }
+  in_turn<kVecs, 4>(store);
   if (last_piece > 0) to.store_part(last_piece, last_words, end);
   boundaries.close([&](int piece, const RowWords& low, const RowWords& high) {
     if (piece * Row::kPieceBytes >= end) return;

@@ -33,24 +33,11 @@ __device__ __forceinline__ T from_acc(Acc v) {
 
 namespace detail {
 
+// What moves so many bytes at once.
 template <int kBytes>
-struct Piece;
-template <>
-struct Piece<16> {
-  using type = uint4;
-};
-template <>
-struct Piece<8> {
-  using type = uint2;
-};
-template <>
-struct Piece<4> {
-  using type = uint32_t;
-};
-template <>
-struct Piece<2> {
-  using type = uint16_t;
-};
+using Piece = std::conditional_t<
+    kBytes == 16, uint4,
+    std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
 
 }  // namespace detail
 
@@ -60,7 +47,7 @@ struct Vec {
   static constexpr int kBytes = kWidth * static_cast<int>(sizeof(T));
   static constexpr int kPieceBytes = kBytes < 16 ? kBytes : 16;
   static_assert(kBytes % kPieceBytes == 0 && (kPieceBytes & (kPieceBytes - 1)) == 0);
-  using Piece = typename detail::Piece<kPieceBytes>::type;
+  using Piece = detail::Piece<kPieceBytes>;
 
   alignas(kPieceBytes) T at[kWidth];
 

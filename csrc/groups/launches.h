@@ -33,7 +33,7 @@ GroupLaunch launch_held_groups, launch_split_groups, launch_group_param_grad;
 
 // Calls then(X{}, Y{}, width) for the types, of x and of y or dy, and the width that kernels are
 // compiled for: kTypesWithKernels has each once with a weight of y's type. Kernels over planes have
-// half vectors of half precision, too (plan.cpp's group_width).
+// half vectors, too, where x and y are of one type of half precision (plan.cpp's group_width).
 template <GroupLayout kLayout = GroupLayout::kPlanes, typename Then>
 cudaError_t dispatch_group_types(const GroupTypes& types, int width, const Then& then) {
   return dispatch_types({types.x, types.y, types.y}, [&](auto t) -> cudaError_t {
@@ -41,7 +41,8 @@ cudaError_t dispatch_group_types(const GroupTypes& types, int width, const Then&
     using X = typename T::X;
     using Y = typename T::Y;
     constexpr int kFull = kVectorWidth<T>;
-    constexpr bool kHasHalf = kLayout == GroupLayout::kPlanes && sizeof(X) == 2;
+    constexpr bool kHasHalf =
+        kLayout == GroupLayout::kPlanes && sizeof(X) == 2 && std::is_same_v<X, Y>;
     using Widths = std::conditional_t<kHasHalf, VecsList<kFull, kFull / 2, 1>, VecsList<kFull, 1>>;
     if constexpr (std::is_same_v<typename T::W, Y>) {
       return dispatch_vecs(Widths{}, width, [&](auto w) { return then(X{}, Y{}, w); });

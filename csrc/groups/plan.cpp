@@ -137,6 +137,11 @@ void cut_channels_last(GroupPlan& plan, const GroupProblem& problem) {
       static_cast<int>(std::min(problem.groups, (slice + of_group - 2) / of_group + 1));
 }
 
+// Whether there are kernels of half vectors (dispatch_group_types).
+bool has_half_vectors(const GroupProblem& problem) {
+  return problem.layout == GroupLayout::kPlanes && is_half(problem.x) && problem.y == problem.x;
+}
+
 // Elements that a thread moves at once, which are of one channel or, in channels_last, position.
 int group_width(const GroupProblem& problem) {
   const bool planes = problem.layout == GroupLayout::kPlanes;
@@ -144,16 +149,17 @@ int group_width(const GroupProblem& problem) {
   const int full = vector_width(size_of(problem.x));
   if (!problem.aligned) return 1;
   if (extent % full == 0) return full;
-  return planes && is_half(problem.x) && extent % (full / 2) == 0 ? full / 2 : 1;
+  return has_half_vectors(problem) && extent % (full / 2) == 0 ? full / 2 : 1;
 }
 
 // Whether a block that holds a group should move whole vectors, although channels begin within
-// them. Backward does so only where half vectors do not make up a channel (64 x 1024 x 14 x 14 56,
+// them. Backward does so only where half vectors cannot make up a channel (64 x 1024 x 14 x 14 56,
 // by whole vectors 61; forward 24.7, 23.9).
 bool vectors_straddle(const GroupProblem& problem) {
   const int full = vector_width(size_of(problem.x));
+  const int whole = problem.backward && has_half_vectors(problem) ? full / 2 : full;
   return problem.aligned && is_half(problem.x) && problem.positions > full &&
-         problem.positions % (problem.backward ? full / 2 : full) != 0 &&
+         problem.positions % whole != 0 &&
          problem.channels_of_group() * problem.positions % full == 0;
 }
 

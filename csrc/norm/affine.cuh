@@ -192,11 +192,7 @@ struct MayBeAffineAndModulate {
   static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth],
                                                const Acc (&scale)[kWidth],
                                                const Acc (&shift)[kWidth], const Columns& columns) {
-    if (p.weight != nullptr || p.bias != nullptr) {
-      AffineAndModulate::apply(p, values, scale, shift, columns);
-    } else {
-      Modulate::apply(p, values, scale, shift, columns);
-    }
+    for_row(p, [&](auto affine) { affine.apply(p, values, scale, shift, columns); });
   }
 };
 

@@ -62,32 +62,6 @@ struct Plain {
   };
 };
 
-// x + added, rounded to x's type.
-template <typename X, typename In, int kWidth>
-__device__ __forceinline__ Vec<X, kWidth> rounded_sum(const Vec<X, kWidth>& x,
-                                                      const Vec<In, kWidth>& added) {
-  acc_t<X> sum[kWidth], summand[kWidth];
-  unpack(sum, x);
-  unpack(summand, added);
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) sum[j] += summand[j];
-  return round_to<X>(sum);
-}
-
-// x + gate * added, rounded once.
-template <typename X, typename In, typename W, int kWidth>
-__device__ __forceinline__ Vec<X, kWidth> rounded_sum(const Vec<X, kWidth>& x,
-                                                      const Vec<In, kWidth>& added,
-                                                      const Vec<W, kWidth>& gate) {
-  acc_t<X> sum[kWidth], summand[kWidth], factor[kWidth];
-  unpack(sum, x);
-  unpack(summand, added);
-  unpack(factor, gate);
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) sum[j] = fma(factor[j], summand[j], sum[j]);
-  return round_to<X>(sum);
-}
-
 // x = residual + input, or with a gate residual + gate * input, rounded to residual's type and
 // stored as residual_out.
 template <bool kGated>
@@ -122,16 +96,26 @@ struct Adding {
       return {at(0), sizeof(X) == 2 ? 0 : at(cols > 1)};
     }
 
-    // The sum of residual `x` and input `added` at a vector, where `load_gate` loads the gate.
-    template <int kWidth, typename LoadGate>
+    // The sum of residual `x` and input `added` at a thread's vector k, rounded once.
+    template <int kWidth, typename Share>
     __device__ __forceinline__ Vec<X, kWidth> sum_of(const Vec<X, kWidth>& x,
                                                      const Vec<In, kWidth>& added,
-                                                     const LoadGate& load_gate) const {
-      if constexpr (kGated) {
-        return rounded_sum(x, added, load_gate());
-      } else {
-        return rounded_sum(x, added);
+                                                     const Share& share, int k) const {
+      Vec<W, kWidth> gates = {};
+      if constexpr (kGated) gates = load_share<kWidth>(gate, share, k);
+      acc_t<X> sum[kWidth], summand[kWidth], factor[kWidth];
+      unpack(sum, x);
+      unpack(summand, added);
+      unpack(factor, gates);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        if constexpr (kGated) {
+          sum[j] = fma(factor[j], summand[j], sum[j]);
+        } else {
+          sum[j] += summand[j];
+        }
       }
+      return round_to<X>(sum);
     }
 
     template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = EvictFirst>
@@ -157,7 +141,7 @@ struct Adding {
       }
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
-        out[k] = sum_of(out[k], added[k], [&] { return load_share<kWidth>(gate, share, k); });
+        out[k] = sum_of(out[k], added[k], share, k);
         if (share.has(k)) {
           store_once(element(residual_out, share.vector(k) * kWidth), out[k], policy);
         }
@@ -177,16 +161,11 @@ struct Adding {
 #pragma unroll
         for (int n = 0; n < count(); ++n) {
           const int k = first() + n;
-          out[k] = sum_of(out[k], added[n], [&] { return load_share<kWidth>(gate, share, k); });
+          out[k] = sum_of(out[k], added[n], share, k);
         }
       };
       // The input is loaded as many vectors at once as there are registers for.
-      constexpr int kMost = 4 * kMayMiss;
-      constexpr int kCount = kVecs < kMost ? kVecs : kMost;
-      add(std::integral_constant<int, 0>{}, std::integral_constant<int, kCount>{});
-      if constexpr (kVecs > kMost) {
-        add(std::integral_constant<int, kMost>{}, std::integral_constant<int, kVecs - kMost>{});
-      }
+      in_turn<kVecs, 4 * kMayMiss>(add);
       keep_columns(out, share);
       store_shifted<X, kWidth, kVecs>(residual_out, team, share, valid_row ? share.cols : 0,
                                       [&](int k) { return out[k]; });

@@ -35,24 +35,11 @@ template <typename T>
 constexpr bool kSummandIsX = std::is_same_v<typename T::In, typename T::X>;
 
 // The type of CUDA that stands for a data type, and the other way round.
-template <DataType>
-struct Of;
-template <>
-struct Of<DataType::kFloat32> {
-  using Type = float;
-};
-template <>
-struct Of<DataType::kFloat16> {
-  using Type = __half;
-};
-template <>
-struct Of<DataType::kBFloat16> {
-  using Type = __nv_bfloat16;
-};
-template <>
-struct Of<DataType::kFloat64> {
-  using Type = double;
-};
+template <DataType kType>
+using Of = std::conditional_t<
+    kType == DataType::kFloat32, float,
+    std::conditional_t<kType == DataType::kFloat16, __half,
+                       std::conditional_t<kType == DataType::kFloat64, double, __nv_bfloat16>>>;
 template <typename V>
 constexpr DataType kTypeOf = std::is_same_v<V, float>    ? DataType::kFloat32
                              : std::is_same_v<V, __half> ? DataType::kFloat16
@@ -82,7 +69,7 @@ cudaError_t dispatch_types(const DataTypes& types, const Launcher& launch) {
     constexpr DataType x = kTypesWithKernels[kEntry][0], weight = kTypesWithKernels[kEntry][1],
                        y = kTypesWithKernels[kEntry][2];
     if (types.x == x && types.weight == weight && types.y == y) {
-      return launch(Types<typename Of<x>::Type, typename Of<weight>::Type, typename Of<y>::Type>{});
+      return launch(Types<Of<x>, Of<weight>, Of<y>>{});
     }
     return dispatch_types<kEntry + 1>(types, launch);
   } else {
