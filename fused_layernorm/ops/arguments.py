@@ -116,8 +116,10 @@ def broadcasts(tensor: Tensor, input: Tensor) -> bool:
     leading = input.dim() - tensor.dim()
     if leading < 0:
         return False
-    sizes = zip(tensor.shape, input.shape[leading:], strict=True)
-    return all(size == whole or size == 1 for size, whole in sizes)
+    for size, whole in zip(tensor.shape, input.shape[leading:], strict=True):
+        if size != whole and size != 1:
+            return False
+    return True
 
 
 def normalized_ndim(

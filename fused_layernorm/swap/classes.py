@@ -105,11 +105,12 @@ def _or_stock(swapped: Any) -> Forward:
     parameters = [*inspect.signature(wrapped).parameters.values()][1:2]  # the first after self
     first = next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "")
 
-    def is_plain(self: Any, x: Any) -> bool:
-        """What follows from is_fused_call for the most common call, in a third of its time."""
+    def is_plain(self: Any, x: Any, *rest: Any) -> bool:
+        """What follows from is_fused_call for the most common calls, in a third of its time."""
         return (
             type(x) is Tensor
-            and not (has_torch_function_variadic(x, *self._parameters.values()) or x.is_nested)
+            and not has_torch_function_variadic(x, *rest, *self._parameters.values())
+            and not x.is_nested
             and F.layer_norm is stock.layer_norm
             and F.rms_norm is stock.rms_norm
             and (read is None or cls.forward is read)
@@ -131,7 +132,8 @@ def _or_stock(swapped: Any) -> Forward:
         if x is None and kwargs.get(first) is not None:
             x = kwargs.pop(first)
         args = () if x is None and not rest else (x, *rest)
-        if is_fused_call(self, *args, *kwargs.values()):
+        given = (*args, *kwargs.values())
+        if (x is not None and is_plain(self, *given)) or is_fused_call(self, *given):
             found = fused(self, *args, **kwargs)
             if found is not None:
                 return found

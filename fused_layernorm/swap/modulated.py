@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import has_torch_function_variadic
 
 from ..functional import ada_layer_norm, layer_norm
 from ..modules import FusedLayerNorm
@@ -37,7 +38,19 @@ def _need_not_be_called(norm: Any) -> bool:
             return False
     elif not (_forward_of(norm) in (float32, of_layer_norm) and is_as_read(cls)):
         return False
-    return are_supported(norm.weight, norm.bias) and not must_be_called(norm)
+    # What else are_supported asks, the module's own call was asked.
+    affine = _affine(norm)
+    if has_torch_function_variadic(*affine) and not are_supported(*affine):
+        return False
+    return not must_be_called(norm)
+
+
+def _affine(norm: Any) -> tuple[Tensor | None, Tensor | None]:
+    """A norm's weight and bias. An attribute of a module takes ten times as long as an item."""
+    own = norm._parameters
+    if "weight" in own and "bias" in own:
+        return own["weight"], own["bias"]
+    return norm.weight, norm.bias
 
 
 def _forward_of(norm: Any) -> Forward | None:
@@ -56,8 +69,7 @@ def _modulate(
     """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, by default the norm's own."""
     if dtype is None and _forward_of(norm) is float32:
         dtype = x.dtype
-    parameters = (norm.weight, norm.bias, norm.eps, norm.normalized_shape)
-    return _modulated(x, shift, scale, *parameters, dtype)
+    return _modulated(x, shift, scale, *_affine(norm), norm.eps, norm.normalized_shape, dtype)
 
 
 def _modulated(
@@ -89,15 +101,14 @@ def _dtype_of_result(
     """The dtype of PyTorch's own norm(x) * (1 + scale) + shift."""
     dtype = norm_dtype or _dtype_of_layer_norm(x)
     for modulation in (shift, scale):
-        if modulation is not None:
+        if modulation is not None and modulation.dtype != dtype:
             dtype = torch.promote_types(dtype, modulation.dtype)
     return dtype
 
 
 def _dtype_of_layer_norm(x: Tensor) -> torch.dtype:
     """The dtype of PyTorch's layer_norm(x): autocast makes it float32, except on the CPU."""
-    device = x.device.type
-    if x.dtype in HALF and device != "cpu" and torch.is_autocast_enabled(device):
+    if x.dtype in HALF and (device := x.device.type) != "cpu" and torch.is_autocast_enabled(device):
         return torch.float32
     return x.dtype
 
@@ -106,7 +117,8 @@ def _suits(x: Tensor, modulation: Tensor | None) -> bool:
     """Whether a modulation broadcasts to x without enlarging it, and is float64 only if x is."""
     if modulation is None:
         return True
-    is_taken = modulation.dtype != torch.float64 or x.dtype == torch.float64
+    dtype = modulation.dtype
+    is_taken = dtype == x.dtype or dtype != torch.float64
     return is_taken and broadcasts(modulation, x)
 
 
@@ -129,9 +141,10 @@ def derived(self: Any, *args: Any, **kwargs: Any) -> Any:
     cls: Any = type(self)
     if not hasattr(cls, "_derived"):  # another thread unswaps the module
         return None
-    if all(_need_not_be_called(getattr(self, name)) for name in cls._known.norms):
-        return cls._derived(self, *args, **kwargs)
-    return None
+    for name in cls._known.norms:
+        if not _need_not_be_called(getattr(self, name)):
+            return None
+    return cls._derived(self, *args, **kwargs)
 
 
 def members(cls: type[nn.Module]) -> dict[str, Any]:
