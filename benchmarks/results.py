@@ -22,14 +22,18 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def csrc_sha256(root: Path = ROOT) -> str:
-    """One SHA-256 over the kernels' sources: each file's path, a zero byte and its content.
+    """One SHA-256 over the kernels' sources: each file's path, a zero byte and its content, without
+    lines of C++ that are comments alone.
 
     The files are those that git tracks or would track, sorted, as `git ls-files csrc` names them
     once they are committed; outside a git checkout, all files there.
     """
     digest = hashlib.sha256()
     for path in csrc_files(root):
-        digest.update(path.encode() + b"\0" + (root / path).read_bytes())
+        lines = (root / path).read_bytes().splitlines(keepends=True)
+        if path.endswith((".h", ".cuh", ".cpp", ".cu")):
+            lines = [line for line in lines if not line.lstrip().startswith(b"//")]
+        digest.update(path.encode() + b"\0" + b"".join(lines))
     return digest.hexdigest()
 
 

@@ -88,7 +88,8 @@ def words_of_groups(p):
         "tiles": ("slices", "rows", "tile_positions"),
     }
     parts = [f"{name.split('_')[0]}{p[name]}" for name in names[p["strategy"]]]
-    return " ".join([p["strategy"], f"w{p['width']}", *parts])
+    units = f"u{p['vector_units']}" if p.get("vector_units", 1) > 1 else ""
+    return " ".join([p["strategy"], f"w{p['width']}{units}", *parts])
 
 
 def words_of(p):
@@ -141,6 +142,8 @@ GROUPS = (
     "float32 channels_last", "bfloat16 channels_last unaligned", "bfloat16 channels_last B200",
 )  # fmt: skip
 MOST_POSITIONS = 1 << 21  # of a channel, in steps of 8
+# Of these channels that begin within vectors are looked at, too.
+BETWEEN_VECTORS = ("bfloat16", "bfloat16 y-float32")
 
 
 def group_lines():
@@ -155,9 +158,11 @@ def group_lines():
                 def said(positions, channels=channels, problem=problem):
                     return words_of_groups(group_plan(2, channels, positions, 32, **problem))
 
-                found = ranges(said, range(8, MOST_POSITIONS // channels * 8 + 1, 8))
-                text = " | ".join(f"{last}: {text}" for last, text in found)
-                yield f"{direction} groups {name}, {channels} channels; positions to {text}"
+                for first in (8, 4, 1) if name in BETWEEN_VECTORS else (8,):
+                    found = ranges(said, range(first, MOST_POSITIONS // channels * 8 + 1, 8))
+                    text = " | ".join(f"{last}: {text}" for last, text in found)
+                    of = "positions" if first == 8 else f"positions {first} modulo 8"
+                    yield f"{direction} groups {name}, {channels} channels; {of} to {text}"
 
 
 def lines():

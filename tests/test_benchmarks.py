@@ -138,7 +138,7 @@ def test_peers_that_are_missing_or_broken_are_named(monkeypatch):
 
 
 def test_csrc_sha256_with_and_without_git(tmp_path):
-    """Both know the same files, and git's ignored ones are not among them."""
+    """Both know the same files, none of them ignored by git, and comments do not count."""
     (tmp_path / "csrc" / "sub").mkdir(parents=True)
     for name in ("csrc/b.cu", "csrc/a.h", "csrc/sub/c.h"):
         (tmp_path / name).write_text(name)
@@ -146,6 +146,7 @@ def test_csrc_sha256_with_and_without_git(tmp_path):
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / ".gitignore").write_text("*.o")
     (tmp_path / "csrc" / "ignored.o").write_text("not part of the sources")
+    (tmp_path / "csrc" / "a.h").write_text("  // A comment.\ncsrc/a.h")
     assert results.csrc_sha256(tmp_path) == expected
     (tmp_path / "csrc" / "sub" / "c.h").write_text("changed")
     assert results.csrc_sha256(tmp_path) != expected

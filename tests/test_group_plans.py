@@ -53,7 +53,8 @@ def check(p, sizes, problem):
     extent = channels if problem["channels_last"] else positions
     units = p.get("vector_units", 1)  # channels are counted in these: elements, or else vectors
     assert width in ((1, 4, 8) if size == 2 and not problem["channels_last"] else (1, 16 // size))
-    assert units in (1, width)
+    assert width != 4 or size == 4 or problem["y_dtype"] == problem["dtype"]
+    assert units == 1 or (strategy == "held" and units == width == 16 // size > 4)
     assert width == 1 or problem["aligned"]
     assert (extent if units == 1 else channels // groups * positions) % width == 0
     assert 32 <= p["threads"] <= 1024

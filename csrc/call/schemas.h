@@ -38,8 +38,8 @@ struct LayerNormBackward {
 // y = activation(norm(input) * (weight + weight_offset) + bias) * scale; nothing but y is written.
 // The statistic says which norm it is: "layer", or "rms" (RMSNorm), which has no mean. With
 // round_before_weight, norm(input) is rounded to input's dtype before it is multiplied by weight.
-// Those of rows compute either norm. y is contiguous, or with keeps_order it has the
-// strides of torch.empty_like(input), as a norm over the channels of NCHW wants it.
+// Operators over rows compute either norm. y is contiguous, or with keeps_order it has the strides
+// of torch.empty_like(input), as a norm over the channels of NCHW wants it.
 struct LayerNorm {
   using Backward = LayerNormBackward;
   static constexpr const char* kName = "layer_norm";

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : k
   const Share<kVecs> share{team.thread, team.threads, p.cols / kWidth};
   const X* x_row = static_cast<const X*>(p.x) + (p.x_rows(row) + first_col);
   const X* gate_row = static_cast<const X*>(p.gate) + (p.gate_rows(row) + first_col);
-  // A block chooses what becomes of its row in L2; what a logical warp has is evict_first.
+  // Of many vectors the plan says what becomes of a row in L2; of one vector it is evict_first.
   using Policy = std::conditional_t<kVecs == kGatedManyVecs, L2Policy, EvictFirst>;
   const Policy policy = [&] {
     if constexpr (kVecs == kGatedManyVecs)

@@ -35,7 +35,7 @@ struct GatedPlan : Launch {
   int vecs = 0;        // held: vectors of a thread
   int log2_lanes = 0;  // held: of a logical warp, or kBlockTeam
   int stages = 0;      // held, in backward: rows of a team in shared memory
-  // Forward of a block: x, gate and y stay in L2 as other data does; else they are evict_first.
+  // Forward of many vectors: x, gate and y stay in L2 as other data does; else evict_first.
   bool stays_in_l2 = false;
   backward::PartialSums partials;
 

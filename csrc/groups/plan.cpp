@@ -153,8 +153,9 @@ int group_width(const GroupProblem& problem) {
 }
 
 // Whether a block that holds a group should move whole vectors, although channels begin within
-// them. Backward does so only where half vectors cannot make up a channel (64 x 1024 x 14 x 14 56,
-// by whole vectors 61; forward 24.7, 23.9).
+// them. A vector then has elements of two channels at most, for a channel is longer than it.
+// Backward does so only where half vectors cannot make up a channel (64 x 1024 x 14 x 14 56, by
+// whole vectors 61; forward 24.7, 23.9).
 bool vectors_straddle(const GroupProblem& problem) {
   const int full = vector_width(size_of(problem.x));
   const int whole = problem.backward && has_half_vectors(problem) ? full / 2 : full;
@@ -163,8 +164,8 @@ bool vectors_straddle(const GroupProblem& problem) {
          problem.channels_of_group() * problem.positions % full == 0;
 }
 
-// In what channels of planes are counted: vectors of `width` elements or, of as many units,
-// elements.
+// Sets the unit in which channels of planes are counted: a vector of `width` elements
+// (vector_units 1), or an element (vector_units = width).
 void count_channels(GroupPlan& plan, const GroupProblem& problem, int width, int vector_units) {
   plan.width = width;
   plan.vector_units = vector_units;

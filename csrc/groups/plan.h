@@ -11,8 +11,8 @@
 //                  of one (planes.cu).
 //   channels_last  a tile has all channels of some positions (last.cu).
 //
-// How a sample is cut into tiles depends on its channels and positions alone, never on the number
-// of samples, so its bits do not depend on its batch.
+// How a sample is cut depends on its channels, its positions, the types and the alignment, never on
+// the number of samples, so its bits do not depend on its batch.
 #pragma once
 
 #include <algorithm>
