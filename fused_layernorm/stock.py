@@ -73,10 +73,13 @@ def are_supported(x: Any, *others: Any) -> bool:
     its values in a way that only the operators of the stock forward can read), a TorchFunctionMode
     of another library, and every call while a tool has replaced F.layer_norm or F.rms_norm.
     """
-    is_plain = type(x) is Tensor and not has_torch_function((x, *others)) and not x.is_nested
-    if not is_plain and not _are_known((x, *others)):
+    is_plain = type(x) in _PLAIN and not has_torch_function((x, *others))
+    if not (is_plain and (x is None or not x.is_nested)) and not _are_known((x, *others)):
         return False
     return F.layer_norm is layer_norm and F.rms_norm is rms_norm
+
+
+_PLAIN = (Tensor, nn.Parameter, type(None))
 
 
 def _are_known(values: Sequence[Any]) -> bool:

@@ -105,35 +105,34 @@ def _or_stock(swapped: Any) -> Forward:
     parameters = [*inspect.signature(wrapped).parameters.values()][1:2]  # the first after self
     first = next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "")
 
-    def is_plain(self: Any, x: Any, *rest: Any) -> bool:
-        """What follows from is_fused_call for the most common calls, in a third of its time."""
+    def is_plain(self: Any, x: Any) -> bool:
+        """What follows from is_fused_call for the most common call, in a third of its time."""
         return (
             type(x) is Tensor
-            and not has_torch_function_variadic(x, *rest, *self._parameters.values())
-            and not x.is_nested
+            and not (has_torch_function_variadic(x, *self._parameters.values()) or x.is_nested)
             and F.layer_norm is stock.layer_norm
             and F.rms_norm is stock.rms_norm
             and (read is None or cls.forward is read)
-            and (not has_others or are_as_read())
+            and (not has_others or others_are_as_read())
             and isinstance(self, swapped)
         )
 
-    def are_as_read() -> bool:
-        return all(part.is_as_read() for part in parts)
+    def others_are_as_read() -> bool:
+        return all(part.is_as_read() for part in parts[1:])
 
     # Dynamo asks while it traces: it would guard all globals of a module.
-    are_as_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    others_are_as_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def is_fused_call(self: Any, *args: Any) -> bool:
-        known = isinstance(self, swapped) and are_as_read()
+        is_read = read is None or cls.forward is read
+        known = is_read and (not has_others or others_are_as_read()) and isinstance(self, swapped)
         return known and stock.are_supported(*args, *self._parameters.values())
 
     def of_any_call(self: Any, x: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if x is None and kwargs.get(first) is not None:
             x = kwargs.pop(first)
         args = () if x is None and not rest else (x, *rest)
-        given = (*args, *kwargs.values())
-        if (x is not None and is_plain(self, *given)) or is_fused_call(self, *given):
+        if is_fused_call(self, *args, *kwargs.values()):
             found = fused(self, *args, **kwargs)
             if found is not None:
                 return found

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import has_torch_function_variadic
 
 from ..functional import ada_layer_norm, layer_norm
 from ..modules import FusedLayerNorm
@@ -38,11 +37,7 @@ def _need_not_be_called(norm: Any) -> bool:
             return False
     elif not (_forward_of(norm) in (float32, of_layer_norm) and is_as_read(cls)):
         return False
-    # What else are_supported asks, the module's own call was asked.
-    affine = _affine(norm)
-    if has_torch_function_variadic(*affine) and not are_supported(*affine):
-        return False
-    return not must_be_called(norm)
+    return are_supported(*_affine(norm)) and not must_be_called(norm)
 
 
 def _affine(norm: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -108,7 +103,8 @@ def _dtype_of_result(
 
 def _dtype_of_layer_norm(x: Tensor) -> torch.dtype:
     """The dtype of PyTorch's layer_norm(x): autocast makes it float32, except on the CPU."""
-    if x.dtype in HALF and (device := x.device.type) != "cpu" and torch.is_autocast_enabled(device):
+    device = x.device.type
+    if x.dtype in HALF and device != "cpu" and torch.is_autocast_enabled(device):
         return torch.float32
     return x.dtype
 
@@ -117,8 +113,7 @@ def _suits(x: Tensor, modulation: Tensor | None) -> bool:
     """Whether a modulation broadcasts to x without enlarging it, and is float64 only if x is."""
     if modulation is None:
         return True
-    dtype = modulation.dtype
-    is_taken = dtype == x.dtype or dtype != torch.float64
+    is_taken = modulation.dtype != torch.float64 or x.dtype == torch.float64
     return is_taken and broadcasts(modulation, x)
 
 
