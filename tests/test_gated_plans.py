@@ -60,8 +60,11 @@ def test_kernels_can_run_every_plan():
             assert (sets - 1) * teams < rows <= sets * teams
             assert p["workspace_bytes"] == 0
         else:
-            assert p["partials"] == sets >= 2
-            sums = problem["needs_dweight"] + problem["bias"]
+            # Few rows of logical warps have one block, which writes dweight itself.
+            few = teams > 1 and rows <= 4 * teams and problem["needs_dweight"]
+            assert p["partials"] == sets
+            assert sets == 1 if few else sets >= 2
+            sums = problem["needs_dweight"] + problem["bias"] if sets > 1 else 0
             acc = 8 if dtype == F64 else 4
             kept = (2 if problem["bias"] else 1) if sums else 0
             assert p["workspace_bytes"] == kept * sets * groups * cols * acc

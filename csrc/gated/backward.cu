@@ -8,7 +8,8 @@
 //               dx = du a, dgate = du x a'
 //
 // dweight is the sum of dz xhat, dbias that of dz. Blocks are persistent and leave partial sums in
-// the workspace, [dweight, dbias][sets][columns], which a second kernel adds up.
+// the workspace, [dweight, dbias][sets][columns], which a second kernel adds up; a block that has
+// all rows writes dweight itself.
 #include "device/async.cuh"
 #include "device/dependency.cuh"
 #include "gated/row.cuh"
@@ -22,11 +23,22 @@ __device__ __forceinline__ Acc* partial_of(const GatedParams& p, const GatedBloc
   return static_cast<Acc*>(p.workspace) + dense_at(p, block.set, block.first_col(p));
 }
 
-// Adds up what the logical warps of a block have at each column, in a fixed order, and writes it.
-template <int kVecs, int kWidth>
+// Stores dweight of a column where no other block has a part of it.
+template <typename X>
+__device__ __forceinline__ void store_dweight(const GatedParams& p, int col, float sum) {
+  if (p.weight_is_float) {
+    static_cast<float*>(p.dweight)[col] = sum;
+  } else {
+    static_cast<X*>(p.dweight)[col] = from_acc<X>(sum);
+  }
+}
+
+// Adds up what the logical warps of a block have at each column, in a fixed order, and calls
+// write(column, sum).
+template <int kVecs, int kWidth, typename Write>
 __device__ __forceinline__ void write_sum_of_teams(float (&sums)[kVecs][kWidth],
                                                    const Share<kVecs>& share, const GatedTeam& team,
-                                                   int cols, float* partial) {
+                                                   int cols, const Write& write) {
   extern __shared__ __align__(16) unsigned char shared[];
   float* const of_warps = reinterpret_cast<float*>(shared);
   __syncthreads();  // other warps had their rows ahead there
@@ -47,7 +59,7 @@ __device__ __forceinline__ void write_sum_of_teams(float (&sums)[kVecs][kWidth],
   for (int col = threadIdx.x; col < cols; col += blockDim.x) {
     float sum = 0;
     for (int warp = 0; warp < blockDim.x / kWarpSize; ++warp) sum += of_warps[warp * cols + col];
-    partial[col] = sum;
+    write(col, sum);
   }
 }
 
@@ -218,7 +230,13 @@ __global__ void __launch_bounds__(kVecs == 1 ? kGatedBackwardWarpThreads
   if (p.dweight == nullptr) return;
   float* const partial = partial_of<float>(p, block);
   if (!team.is_block) {
-    write_sum_of_teams(dweight, share, team, p.cols, partial);
+    write_sum_of_teams(dweight, share, team, p.cols, [&](int col, float sum) {
+      if (block.sets > 1) {
+        partial[col] = sum;
+      } else {
+        store_dweight<X>(p, first_col + col, sum);
+      }
+    });
     return;
   }
 #pragma unroll

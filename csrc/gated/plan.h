@@ -63,6 +63,10 @@ constexpr int gated_backward_room(int vecs) { return vecs > 1 ? 512 : 1024; }
 constexpr int kGatedStages = 2, kGatedTensors = 3;
 constexpr int kGatedOtherBytes = 512;  // of shared memory, for sums
 
+// Of so few rows for each logical warp, one block has them all and writes dweight itself: a second
+// kernel would take longer.
+constexpr int kFewRowsOfTeam = 4;
+
 // Blocks that read their groups twice.
 constexpr int kLoopThreads = 512, kLoopBlocks = 4;  // kLoopBlocks: of a multiprocessor
 // The partial sums of such blocks should not take more.
@@ -115,9 +119,11 @@ inline std::optional<GatedPlan> make_gated_norm_plan(const GatedProblem& problem
     sets = std::min(sets, of_chip / problem.groups);
     if (!plan.held) sets = std::min(sets, kMostLoopBytes / (2 * width_bytes));
     // The sums of two sets and more are partial sums.
-    sets = std::max<int64_t>(sets, 2);
+    const bool has_few_rows = plan.held && is_warp && problem.needs_dweight &&
+                              problem.rows <= kFewRowsOfTeam * plan.teams();
+    sets = has_few_rows ? 1 : std::max<int64_t>(sets, 2);
     plan.partials = {static_cast<int>(sets), 0, device.starts_early};
-    if (problem.needs_dweight || problem.bias) {
+    if (sets > 1 && (problem.needs_dweight || problem.bias)) {
       plan.workspace_bytes = (problem.bias ? 2 : 1) * sets * width_bytes;
     }
   }
