@@ -360,6 +360,8 @@ def test_current_stream(cols):
         ("plain", (1, 2, 4_194_304), False),
         ("gated", (3, 5, 4), False),
         ("gated", (3, 5, 4), True),
+        # Groups that a cluster holds, that blocks share, and of tiles.
+        *(("groups", (2, 64, side, side), False) for side in (20, 28, 128, 512)),
     ],
     ids=str,
 )
