@@ -44,11 +44,9 @@ __device__ __forceinline__ void write_sum_of_teams(float (&sums)[kVecs][kWidth],
   __syncthreads();  // other warps had their rows ahead there
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
+    for (int offset = team.threads; offset < kWarpSize; offset *= 2) {
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      for (int offset = team.threads; offset < kWarpSize; offset *= 2) {
-        sums[k][j] += shuffle_xor(sums[k][j], offset);
-      }
+      for (int j = 0; j < kWidth; ++j) sums[k][j] += shuffle_xor(sums[k][j], offset);
     }
     if (threadIdx.x % kWarpSize < team.threads && share.has(k)) {
       store(of_warps + threadIdx.x / kWarpSize * cols + share.vector(k) * kWidth,
@@ -103,10 +101,8 @@ struct GatedVector {
 };
 
 template <typename X, int kVecs, bool kGateFirst>
-__global__ void __launch_bounds__(kVecs == 1 ? kGatedBackwardWarpThreads
-                                             : kGatedBackwardBlockThreads,
-                                  kVecs == 1 ? gated_backward_room(1) / kGatedBackwardWarpThreads
-                                             : 1)
+__global__ void __launch_bounds__(kGatedBackwardBlockThreads,
+                                  gated_backward_room(kVecs) / kGatedBackwardBlockThreads)
     gated_backward_kernel(const int log2_lanes, const int stages, const GatedParams p) {
   constexpr int kWidth = vector_width(sizeof(X));
   extern __shared__ __align__(16) unsigned char shared[];
@@ -150,6 +146,8 @@ __global__ void __launch_bounds__(kVecs == 1 ? kGatedBackwardWarpThreads
     const unsigned row = min(base + team.index, rows - 1);
     return __ldg(static_cast<const float*>(p.rstd) + (int64_t{row} * p.groups + block.group));
   };
+  float next_rstd = kKeepsWeight ? rstd_at(first) : 0.0f;
+#pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
@@ -157,7 +155,7 @@ __global__ void __launch_bounds__(kVecs == 1 ? kGatedBackwardWarpThreads
     }
     fill(stage, first + stage * step);
   }
-  float next_rstd = rstd_at(first);
+  if (!kKeepsWeight) next_rstd = rstd_at(first);
   if constexpr (kKeepsWeight) kept.unpack_to(weight, p);
   const float inverse_cols = p.inverse_cols.as<float>();
   const bool needs_mean = p.y != nullptr || (kGateFirst && p.dgate != nullptr);
@@ -231,7 +229,7 @@ __global__ void __launch_bounds__(kVecs == 1 ? kGatedBackwardWarpThreads
   float* const partial = partial_of<float>(p, block);
   if (!team.is_block) {
     write_sum_of_teams(dweight, share, team, p.cols, [&](int col, float sum) {
-      if (block.sets > 1) {
+      if (kVecs > 1 || block.sets > 1) {
         partial[col] = sum;
       } else {
         store_dweight<X>(p, first_col + col, sum);

@@ -86,7 +86,8 @@ __device__ __forceinline__ Acc rstd_of(const GatedParams& p, Acc squares) {
 }
 
 template <typename X, int kVecs, bool kGateFirst>
-__global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : kGatedBlockThreads)
+__global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : kGatedBlockThreads,
+                                  kVecs < kGatedManyVecs ? kGatedWarpBlocks : 1)
     gated_forward_kernel(const int log2_lanes, const bool stays_in_l2, const GatedParams p) {
   constexpr int kWidth = vector_width(sizeof(X));
   __shared__ alignas(16) float scratch[kMaxWarps];

@@ -55,6 +55,10 @@ using GatedVecs = VecsList<1, kGatedManyVecs>;
 // 128 bfloat16 .944, with 128 threads of two vectors .882; 131072 x 1024 .895, with 128 threads
 // .853.)
 constexpr int kGatedWarpThreads = 128, kGatedBlockThreads = 1024;
+// Forward blocks of logical warps that a multiprocessor has registers for: of more, the compiler
+// makes the loads of a row wait for each other; of fewer, long calls take longer. (H100, bfloat16,
+// gate first, 8, 12 and 16 blocks: 32 x 128 1.44, 1.50, 1.58 us; 524288 x 128 142, 136, 137.)
+constexpr int kGatedWarpBlocks = 12;
 constexpr int kGatedBackwardWarpThreads = 256, kGatedBackwardBlockThreads = 512;
 constexpr int gated_backward_room(int vecs) { return vecs > 1 ? 512 : 1024; }
 
@@ -62,10 +66,6 @@ constexpr int gated_backward_room(int vecs) { return vecs > 1 ? 512 : 1024; }
 // of the row that it works on, and of the next.
 constexpr int kGatedStages = 2, kGatedTensors = 3;
 constexpr int kGatedOtherBytes = 512;  // of shared memory, for sums
-
-// Of so few rows for each logical warp, one block has them all and writes dweight itself: a second
-// kernel would take longer.
-constexpr int kFewRowsOfTeam = 4;
 
 // Blocks that read their groups twice.
 constexpr int kLoopThreads = 512, kLoopBlocks = 4;  // kLoopBlocks: of a multiprocessor
@@ -88,9 +88,21 @@ inline std::optional<GatedPlan> make_gated_norm_plan(const GatedProblem& problem
   plan.threads = is_warp
                      ? (is_backward ? kGatedBackwardWarpThreads : kGatedWarpThreads)
                      : static_cast<int>(round_up(std::min<int64_t>(of_row, most), kWarpThreads));
+  if (is_warp) {
+    while (1 << plan.log2_lanes < of_row) ++plan.log2_lanes;
+  } else {
+    plan.log2_lanes = kBlockTeam;
+  }
+  // Of few rows one block has them all, one for each logical warp, and writes dweight itself: a
+  // second kernel would take longer. (H100, 32 x 128 bfloat16 2.75, 3.66 us; with two rows for each
+  // logical warp 64 x 128 takes longer than by two kernels.)
+  const bool has_few_rows = plan.held && plan.vecs == 1 && is_backward && problem.needs_dweight &&
+                            problem.rows <= kGatedBackwardBlockThreads >> plan.log2_lanes;
+  if (has_few_rows) plan.threads = kGatedBackwardBlockThreads;
   if (plan.held && is_backward) {
     const int stage_bytes = plan.threads * kGatedTensors * plan.vecs * kVectorBytes;
-    plan.stages = std::min((device.shared_memory - kGatedOtherBytes) / stage_bytes, kGatedStages);
+    const int most_stages = has_few_rows ? 1 : kGatedStages;
+    plan.stages = std::min((device.shared_memory - kGatedOtherBytes) / stage_bytes, most_stages);
     plan.shared_bytes = plan.stages * stage_bytes;
     plan.held = plan.stages > 0;
   }
@@ -99,10 +111,6 @@ inline std::optional<GatedPlan> make_gated_norm_plan(const GatedProblem& problem
     plan.log2_lanes = kBlockTeam;
     plan.threads =
         static_cast<int>(std::min<int64_t>(round_up(problem.cols, kWarpThreads), kLoopThreads));
-  } else if (is_warp) {
-    while (1 << plan.log2_lanes < of_row) ++plan.log2_lanes;
-  } else {
-    plan.log2_lanes = kBlockTeam;
   }
   const double bytes = 3.0 * size_of(problem.x) * problem.rows * problem.groups * problem.cols;
   plan.stays_in_l2 = !is_backward && bytes >= l2_limits(device).large_call;
@@ -119,8 +127,6 @@ inline std::optional<GatedPlan> make_gated_norm_plan(const GatedProblem& problem
     sets = std::min(sets, of_chip / problem.groups);
     if (!plan.held) sets = std::min(sets, kMostLoopBytes / (2 * width_bytes));
     // The sums of two sets and more are partial sums.
-    const bool has_few_rows = plan.held && is_warp && problem.needs_dweight &&
-                              problem.rows <= kFewRowsOfTeam * plan.teams();
     sets = has_few_rows ? 1 : std::max<int64_t>(sets, 2);
     plan.partials = {static_cast<int>(sets), 0, device.starts_early};
     if (sets > 1 && (problem.needs_dweight || problem.bias)) {

@@ -93,7 +93,6 @@ __global__ void __launch_bounds__(kTileThreads)
         pairs, nullptr, tile.channels, static_cast<int>(plan.channel_units), 0, tile.vectors,
         [&](int c, Pair<Acc> sum) { parts[c] = scaled_sums(p, sum, statistics.second); });
   }
-  wait_for_previous_kernel();
 }
 
 template <typename X, typename Y, int kWidth>
