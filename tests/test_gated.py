@@ -138,9 +138,11 @@ def test_shapes_layouts_and_dtypes(device, shape, others, form):
 
 
 # Of rows that blocks hold and of others: weight's dtype (None: there is none), whether there is a
-# bias, the activation, the layouts of x and of the gate.
-SHAPES = ((37, 64), (131, 128), (2, 5, 256), (9, 512), (33, 1024), (5, 1536), (3, 8192),
-          (3, 16_384), (2, 40_000), (7, 100), (4, 24), (3, 5))  # fmt: skip
+# bias, the activation, the layouts of x and of the gate. One block has up to 16 rows of 128
+# float32, and up to 32 of half precision.
+SHAPES = ((37, 64), (131, 128), (16, 128), (17, 128), (32, 128), (33, 128), (2, 5, 256), (9, 512),
+          (33, 1024), (5, 1536), (3, 8192), (3, 16_384), (2, 40_000), (7, 100), (4, 24),
+          (3, 5))  # fmt: skip
 OF_KERNELS = (
     ("same", False, "silu", "contiguous", "sliced"),
     (F32, False, "sigmoid", "sliced", "contiguous"),
