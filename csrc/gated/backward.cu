@@ -146,6 +146,7 @@ __global__ void __launch_bounds__(kGatedBackwardBlockThreads,
     const unsigned row = min(base + team.index, rows - 1);
     return __ldg(static_cast<const float*>(p.rstd) + (int64_t{row} * p.groups + block.group));
   };
+  // Of one vector rstd is asked for in front of the rows; of more there is no register for it yet.
   float next_rstd = kKeepsWeight ? rstd_at(first) : 0.0f;
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
