@@ -182,6 +182,11 @@ def group_cases():
                         x, groups, shift, scale, weight, bias, activation="leaky_relu"
                     )
                 y.backward(torch.randn_like(y))
+    # Channels that begin within vectors, beside a float32 result.
+    for channels in (32, 1200):
+        x = torch.randn(2, channels, 49, device="cuda").to(BF16).requires_grad_()
+        y = fused_layernorm.group_norm(x, 2, out_dtype=F32)
+        y.backward(torch.randn_like(y))
 
 
 def layer_cases(teams_alike):
@@ -263,12 +268,14 @@ def gated_cases():
             run_gated(cols, group, dtype)
         for cols in (100, 40_000):
             run_gated(cols, 0, dtype, bias=True)
+        for cols, group in ((64, 0), (128, 0), (512, 128)):
+            run_gated(cols, group, dtype, rows=13)  # one block has all rows of a group
 
 
-def run_gated(cols, group, dtype, *, bias=False):
+def run_gated(cols, group, dtype, *, rows=None, bias=False):
     """More rows than all blocks have at once, some of them without a row; the gate is a slice."""
     ops = torch.ops.fused_layernorm
-    rows = 9000 if cols <= 1024 else 1100 if cols <= 8192 else 3
+    rows = rows or (9000 if cols <= 1024 else 1100 if cols <= 8192 else 3)
     x, dy = (torch.randn(rows, cols, device="cuda").to(dtype) for _ in "xd")
     gate = torch.randn(rows, cols + 8, device="cuda").to(dtype)[:, 8:]
     weight = torch.ones(cols, device="cuda")

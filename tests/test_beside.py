@@ -157,6 +157,7 @@ CASES: dict[str, Any] = {
     "channels_last": lambda: channels((64, 384, 14, 14), torch.channels_last),
     "heads": lambda: heads(128),
     "gated": lambda: gated(65_536, 128, False, "silu", 0),
+    "gated, few rows": lambda: gated(32, 128, False, "silu", 0),
     "gated, by blocks": lambda: gated(8192, 8192, False, "silu", 0),
     "a gate, then the norm of groups": lambda: gated(8192, 8192, True, "silu", 1024),
     "gated, long rows": lambda: gated(512, 40_000, False, "sigmoid", 0, bias=True),
