@@ -81,10 +81,18 @@ def test_kernels_can_run_every_plan():
 
 def test_how_a_group_is_laid_out_depends_on_its_length_alone():
     for cols, backward in itertools.product((64, 128, 200, 1024, 1032, 8192, 16_384), (0, 1)):
-        plans = [plan(rows, cols, groups, backward=bool(backward))
+        plans = [plan(rows, cols, groups, backward=bool(backward), needs_dweight=False)
                  for rows in (1, 60, 100_000) for groups in (1, 8)]  # fmt: skip
-        assert len({(p["strategy"], p["threads"] // p["teams"], p["vecs"]) for p in plans}) == 1
+        assert len({(p["strategy"], p["threads"], p["teams"], p["vecs"]) for p in plans}) == 1
         assert plans[0]["strategy"] == "held"
+
+
+def test_few_rows_are_of_one_block_that_has_dweight():
+    for cols, rows in ((64, 64), (128, 32), (200, 16), (256, 16)):
+        few, more = (plan(n, cols, backward=True) for n in (rows, rows + 1))
+        assert (few["blocks"], few["stages"], few["workspace_bytes"]) == (1, 1, 0)
+        assert few["threads"] // few["teams"] == more["threads"] // more["teams"]
+        assert more["blocks"] > 1
 
 
 def test_which_groups_are_held():
@@ -103,7 +111,9 @@ def test_large_forward_calls_leave_l2_as_other_kernels_do():
 def test_which_rows_come_ahead():
     cols, stages = (128, 8192, 16_384), {}
     for device in ("H100", "L40S", "T4"):
-        stages[device] = [plan(99, n, backward=True, device=device)["stages"] for n in cols]
+        stages[device] = [
+            plan(9, n, backward=True, needs_dweight=False, device=device)["stages"] for n in cols
+        ]
     assert stages == {"H100": [2, 2, 2], "L40S": [2, 2, 1], "T4": [2, 1, 0]}
     # Two blocks a multiprocessor.
     assert plan(10_000, 8192, backward=True)["blocks"] == 264

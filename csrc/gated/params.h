@@ -31,8 +31,8 @@ struct GatedParams {
   bool weight_is_float = false;  // float32, beside x of any type; else of x's type
   bool gate_first = false;
   // To which type xhat is rounded before it is multiplied by weight, and to which the result of the
-  // affine map is. They are small so that what forward reads lies in three lines of 64 bytes, each
-  // of which takes time to come.
+  // affine map is. They are small so that what forward reads lies in three lines of constant
+  // memory, of 64 bytes, each of which takes time to come.
   XhatRounding xhat_rounding : 8 = XhatRounding::kNone;
   XhatRounding affine_rounding : 8 = XhatRounding::kNone;
   DataType y_type = DataType::kFloat32;  // forward's; dy is of x's type

@@ -50,15 +50,15 @@ static_assert(1 << kBlockTeam == kMostBlockThreads, "no block has two teams of t
 constexpr int kGatedManyVecs = 4;
 using GatedVecs = VecsList<1, kGatedManyVecs>;
 
-// Threads of a block of logical warps, and the most of a block that is a team; in backward also the
-// threads that a multiprocessor has registers for. (Backward on an H100, of copy speed: 524288 x
-// 128 bfloat16 .944, with 128 threads of two vectors .882; 131072 x 1024 .895, with 128 threads
-// .853.)
+// Threads of a block of logical warps, and the most of a block that is a team.
 constexpr int kGatedWarpThreads = 128, kGatedBlockThreads = 1024;
 // Forward blocks of logical warps that a multiprocessor has registers for: of more, the compiler
 // makes the loads of a row wait for each other; of fewer, long calls take longer. (H100, bfloat16,
 // gate first, 8, 12 and 16 blocks: 32 x 128 1.44, 1.50, 1.58 us; 524288 x 128 142, 136, 137.)
 constexpr int kGatedWarpBlocks = 12;
+// The same of backward, and the threads that a multiprocessor has registers for there. (H100, of
+// copy speed: 524288 x 128 bfloat16 .944, with 128 threads of two vectors .882; 131072 x 1024 .895,
+// with 128 threads .853.)
 constexpr int kGatedBackwardWarpThreads = 256, kGatedBackwardBlockThreads = 512;
 constexpr int gated_backward_room(int vecs) { return vecs > 1 ? 512 : 1024; }
 
