@@ -104,6 +104,10 @@ bool prepare_gated(const ForwardCall& call, const Device& device, PreparedForwar
   params.xhat_rounding = xhat_rounding_of(rounds, has_weight, or_else(call.rounded_to, x.type));
   params.affine_rounding =
       xhat_rounding_of(rounds, has_weight, or_else(call.affine_rounded_to, promoted));
+  const XhatRounding own = xhat_rounding_of(true, true, x.type);
+  params.is_one_type = is_half(x.type) && promoted == x.type && call.y.type == x.type &&
+                       !call.bias && call.options.weight_offset == 0.0 &&
+                       params.xhat_rounding == own && params.affine_rounding == own;
   return true;
 }
 

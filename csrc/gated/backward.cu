@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kGatedBackwardBlockThreads,
   constexpr bool kKeepsWeight = kVecs == 1;
   WeightVector<X> kept;
   float weight[kWidth];
-  if constexpr (kKeepsWeight) kept = WeightVector<X>(p, first_col + share.template col<kWidth>(0));
+  if constexpr (kKeepsWeight) kept = WeightVector<X>(p, first_col, share.template col<kWidth>(0));
 
   const unsigned rows = p.rows, step = block.sets * team.teams, first = block.set * team.teams;
   // What is missing is zero, and adds zero to all sums.

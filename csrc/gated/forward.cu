@@ -41,26 +41,38 @@ __device__ __forceinline__ void store_y(const GatedParams& p, int64_t at,
   }
 }
 
-// A gate's activation is of the fine grade, as y may be float32 beside any x.
-//
-// What is normalized: x, or with the gate in front x * activation(gate).
-template <bool kGateFirst, typename X, int kWidth, typename Acc>
-__device__ __forceinline__ void normalized_of(Acc (&values)[kWidth], const Vec<X, kWidth>& x,
-                                              const Vec<X, kWidth>& gate, bool silu) {
-  unpack(values, x);
-  if constexpr (kGateFirst) {
-    Acc gates[kWidth];
-    unpack(gates, gate);
+// values *= activation(gate). The coarse grade serves a y of x's type of half precision, for which
+// the branches stand outside the loops: an element has time for few instructions.
+template <typename X, int kWidth, typename Acc>
+__device__ __forceinline__ void apply_gate(const GatedParams& p, Acc (&values)[kWidth],
+                                           const Vec<X, kWidth>& gate) {
+  Acc gates[kWidth];
+  unpack(gates, gate);
+  const auto apply = [&](auto grade, bool silu) {
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] *= Gating<Acc, Acc>(gates[j], silu).value;
+    for (int j = 0; j < kWidth; ++j) values[j] *= Gating<decltype(grade), Acc>(gates[j], silu).value;
+  };
+  if (sizeof(X) > 2 || p.y_type != kTypeOf<X>) {
+    apply(Acc{}, p.silu);
+  } else if (p.silu) {
+    apply(X{}, true);
+  } else {
+    apply(X{}, false);
   }
 }
 
-// y from xhat, which `values` hold, at the columns from `col` of the row on.
-template <bool kGateFirst, typename X, int kWidth, typename Acc, typename Policy = EvictFirst>
-__device__ __forceinline__ void finish(const GatedParams& p, Acc (&values)[kWidth],
-                                       const Vec<X, kWidth>& gate, const Acc (&weight)[kWidth],
-                                       int col, int64_t at, Policy policy = Policy{}) {
+// What is normalized: x, or with the gate in front x * activation(gate).
+template <bool kGateFirst, typename X, int kWidth, typename Acc>
+__device__ __forceinline__ void normalized_of(const GatedParams& p, Acc (&values)[kWidth],
+                                              const Vec<X, kWidth>& x, const Vec<X, kWidth>& gate) {
+  unpack(values, x);
+  if constexpr (kGateFirst) apply_gate(p, values, gate);
+}
+
+// xhat, which `values` hold, * (weight + weight_offset) + bias, at the columns from `col` on.
+template <typename X, int kWidth, typename Acc>
+__device__ __forceinline__ void apply_affine(const GatedParams& p, Acc (&values)[kWidth],
+                                             const Acc (&weight)[kWidth], int col) {
   round_as<X>(values, p.xhat_rounding);
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) values[j] *= weight[j];
@@ -71,13 +83,33 @@ __device__ __forceinline__ void finish(const GatedParams& p, Acc (&values)[kWidt
     for (int j = 0; j < kWidth; ++j) values[j] += bias[j];
   }
   round_as<X>(values, p.affine_rounding);
-  if constexpr (!kGateFirst) {
-    Acc gates[kWidth];
-    unpack(gates, gate);
+}
+
+// The products of elements of half precision, two by an instruction. Each is exact in float32, so
+// that it is rounded here as it would be there.
+template <typename X, int kWidth>
+__device__ __forceinline__ Vec<X, kWidth> product(const Vec<X, kWidth>& a,
+                                                  const Vec<X, kWidth>& b) {
+  using Pair = std::conditional_t<std::is_same_v<X, __half>, __half2, __nv_bfloat162>;
+  Vec<X, kWidth> v;
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] *= Gating<Acc, Acc>(gates[j], p.silu).value;
+  for (int j = 0; j < kWidth; j += 2) {
+    *reinterpret_cast<Pair*>(v.at + j) = __hmul2_rn(*reinterpret_cast<const Pair*>(a.at + j),
+                                                    *reinterpret_cast<const Pair*>(b.at + j));
   }
-  store_y<X>(p, at, values, policy);
+  return v;
+}
+
+// The same of a loaded weight.
+template <typename X, int kWidth>
+__device__ __forceinline__ void apply_affine(const GatedParams& p, float (&values)[kWidth],
+                                             const WeightVector<X>& loaded, int col) {
+  if constexpr (sizeof(X) == 2) {
+    if (p.is_one_type) return unpack(values, product(round_to<X>(values), loaded.vector()));
+  }
+  float weight[kWidth];
+  loaded.unpack_to(weight, p);
+  apply_affine<X>(p, values, weight, col);
 }
 
 template <typename Acc>
@@ -97,7 +129,8 @@ __global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : k
   const unsigned own_row = block.set * team.teams + team.index, rows = p.rows;
   const bool has_row = own_row < rows;
   const unsigned row = has_row ? own_row : rows - 1;
-  const Share<kVecs> share{team.thread, team.threads, p.cols / kWidth};
+  const Share<kVecs> share{team.thread, team.threads,
+                           static_cast<int>(static_cast<unsigned>(p.cols) / kWidth)};
   const X* x_row = static_cast<const X*>(p.x) + (p.x_rows(row) + first_col);
   const X* gate_row = static_cast<const X*>(p.gate) + (p.gate_rows(row) + first_col);
   // Of many vectors the plan says what becomes of a row in L2; of one vector it is evict_first.
@@ -120,7 +153,7 @@ __global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : k
   constexpr bool kEarly = kVecs < kGatedManyVecs;
   WeightVector<X> weights[kEarly ? kVecs : 1];
   const auto weight_at = [&](int k) {
-    return WeightVector<X>(p, first_col + share.template col<kWidth>(k));
+    return WeightVector<X>(p, first_col, share.template col<kWidth>(k));
   };
 #pragma unroll
   for (int k = 0; kEarly && k < kVecs; ++k) weights[k] = weight_at(k);
@@ -131,7 +164,7 @@ __global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : k
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     float (&values)[kWidth] = kept[kGateFirst ? k : 0];
-    normalized_of<kGateFirst>(values, x[k], gate[k], p.silu);
+    normalized_of<kGateFirst>(p, values, x[k], gate[k]);
     float square[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) square[j] = values[j] * values[j];
@@ -157,9 +190,9 @@ __global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : k
       for (int j = 0; j < kWidth; ++j) values[j] *= rstd;
     }
     if (!kEarly) weights[0] = weight_at(k);
-    float weight[kWidth];
-    weights[kEarly ? k : 0].unpack_to(weight, p);
-    finish<kGateFirst>(p, values, gate[k], weight, first_col + col, at + col, policy);
+    apply_affine(p, values, weights[kEarly ? k : 0], first_col + col);
+    if constexpr (!kGateFirst) apply_gate(p, values, gate[k]);
+    store_y<X>(p, at + col, values, policy);
   }
 }
 
@@ -176,7 +209,7 @@ __global__ void __launch_bounds__(kLoopThreads) gated_forward_loop_kernel(const 
     for (int col = threadIdx.x; col < p.cols; col += blockDim.x) {
       const auto gate = load<Use::kReadOnly, 1>(gate_row + col);
       Acc value[1];
-      normalized_of<kGateFirst>(value, load<Use::kReadOnly, 1>(x_row + col), gate, p.silu);
+      normalized_of<kGateFirst>(p, value, load<Use::kReadOnly, 1>(x_row + col), gate);
       use(col, value, gate);
     }
   };
@@ -191,7 +224,9 @@ __global__ void __launch_bounds__(kLoopThreads) gated_forward_loop_kernel(const 
     Acc weight[1];
     load_weight<X>(weight, p, first_col + col);
     value[0] *= rstd;
-    finish<kGateFirst>(p, value, gate, weight, first_col + col, at + col);
+    apply_affine<X>(p, value, weight, first_col + col);
+    if constexpr (!kGateFirst) apply_gate(p, value, gate);
+    store_y<X>(p, at + col, value, EvictFirst{});
   });
 }
 

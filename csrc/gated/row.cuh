@@ -65,7 +65,7 @@ struct GatedBlock {
 
 // Where a group begins in a tensor that has rows of all groups side by side.
 __device__ __forceinline__ int64_t dense_at(const GatedParams& p, unsigned row, int first_col) {
-  return int64_t{row} * p.groups * p.cols + first_col;
+  return int64_t{row} * static_cast<uint32_t>(p.groups * p.cols) + first_col;
 }
 
 // weight or bias at columns, `absent` without it.
@@ -101,22 +101,36 @@ struct WeightVector {
   Vec<float, 4> low = {}, high = {};  // high: of float32 beside half precision
 
   WeightVector() = default;
-  __device__ __forceinline__ WeightVector(const GatedParams& p, int col) {
-    const bool is_wide = sizeof(X) == 2 && p.weight_is_float && p.weight != nullptr;
-    const auto* const at = static_cast<const char*>(p.weight != nullptr ? p.weight : p.x) +
-                           int64_t{col} * static_cast<int>(is_wide ? sizeof(float) : sizeof(X));
-    low = load<Use::kReadOnly, 4>(reinterpret_cast<const float*>(at));
-    if (is_wide) high = load<Use::kReadOnly, 4>(reinterpret_cast<const float*>(at) + 4);
+  // At column `col` of the group that begins at `first_col`.
+  __device__ __forceinline__ WeightVector(const GatedParams& p, int first_col, int col) {
+    const int size = is_wide(p) ? sizeof(float) : sizeof(X);
+    const auto* const first = static_cast<const char*>(p.weight != nullptr ? p.weight : p.x) +
+                              int64_t{first_col} * size;
+    const auto* const at =
+        reinterpret_cast<const float*>(first + static_cast<uint32_t>(col) * size);
+    low = load<Use::kReadOnly, 4>(at);
+    if (is_wide(p)) high = load<Use::kReadOnly, 4>(at + 4);
+  }
+  static __device__ __forceinline__ bool is_wide(const GatedParams& p) {
+    return sizeof(X) == 2 && p.weight_is_float && p.weight != nullptr;
+  }
+  // As it lies in memory, of x's type.
+  __device__ __forceinline__ const Vec<X, kWidth>& vector() const {
+    return *reinterpret_cast<const Vec<X, kWidth>*>(low.at);
   }
   // weight + weight_offset.
   __device__ __forceinline__ void unpack_to(float (&values)[kWidth], const GatedParams& p) const {
+    if (is_wide(p)) {
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      values[j] = p.weight == nullptr ? 1.0f : j < 4 ? low.at[j % 4] : high.at[j % 4];
+      for (int j = 0; j < kWidth; ++j) values[j] = j < 4 ? low.at[j] : high.at[j % 4];
+    } else {
+      unpack(values, vector());
     }
-    if (sizeof(X) == 2 && p.weight != nullptr && !p.weight_is_float) {
-      unpack(values, *reinterpret_cast<const Vec<X, kWidth>*>(low.at));
+    if (p.weight == nullptr) {
+#pragma unroll
+      for (float& value : values) value = 1;
     }
+    if (p.weight_offset.rounded == 0.0f) return;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) values[j] += p.weight_offset.rounded;
   }
