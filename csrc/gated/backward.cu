@@ -13,6 +13,7 @@
 #include "device/async.cuh"
 #include "device/dependency.cuh"
 #include "gated/row.cuh"
+#include "norm/param_grad.cuh"
 
 namespace fused_layernorm {
 namespace {
@@ -21,16 +22,6 @@ namespace {
 template <typename Acc>
 __device__ __forceinline__ Acc* partial_of(const GatedParams& p, const GatedBlock& block) {
   return static_cast<Acc*>(p.workspace) + dense_at(p, block.set, block.first_col(p));
-}
-
-// Stores dweight of a column where no other block has a part of it.
-template <typename X>
-__device__ __forceinline__ void store_dweight(const GatedParams& p, int col, float sum) {
-  if (p.weight_is_float) {
-    static_cast<float*>(p.dweight)[col] = sum;
-  } else {
-    static_cast<X*>(p.dweight)[col] = from_acc<X>(sum);
-  }
 }
 
 // Adds up what the logical warps of a block have at each column, in a fixed order, and calls
@@ -233,7 +224,8 @@ __global__ void __launch_bounds__(kGatedBackwardBlockThreads,
       if (kVecs > 1 || block.sets > 1) {
         partial[col] = sum;
       } else {
-        store_dweight<X>(p, first_col + col, sum);
+        const float sums[] = {sum};  // no other block has a part of it
+        store_gradient<X>(p.dweight, p.weight_is_float, first_col + col, sums);
       }
     });
     return;

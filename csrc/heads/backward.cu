@@ -5,6 +5,7 @@
 #include "base/launch.cuh"
 #include "device/dependency.cuh"
 #include "heads/rotation.cuh"
+#include "norm/param_grad.cuh"
 
 namespace fused_layernorm {
 
@@ -64,8 +65,8 @@ __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
     Vec<X, Lane::kWidth> x[kRounds][Lane::kVecs], dy[kRounds][Lane::kVecs];
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-      const int head = task.head + round * side.at_once;
-      const bool has = task.has && head < side.heads;
+      const unsigned head = task.head_of(side, round);
+      const bool has = task.has_row(side, round);
       lane.template load_row<Use::kOnce>(
           dy[round], head_row(static_cast<const X*>(side.dy), side.dy_strides, task, head), has);
       lane.template load_row<Use::kOnce>(
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
         unpack(d[v], x[round][v]);
         unpack(dz[v], dy[round][v]);
       }
-      rotation.apply(dz);
+      if (p.rotary > 0) rotation.apply(dz);
       lane.center(p, d);
       // With g = dz * weight, the sums over the row that dx needs: of d * d and g * d, and of g.
       Pair<float> sums{lane.squares(d)};
@@ -96,15 +97,15 @@ __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
       float mean = 0;
       if (p.statistic == HeadStatistic::kLayer)
         mean = logical_warp_sum(sum, p.lanes) * inverse_cols;
-      const int head = task.head + round * side.at_once;
-      if (task.has && head < side.heads) {
+      if (task.has_row(side, round)) {
         lane.each([&](int v, int j) {
           const float xhat = d[v][j] * rstd;
           dweight[v][j] += dz[v][j] * xhat;
           dbias[v][j] += dz[v][j];
           d[v][j] = rstd * (dz[v][j] * weight[v][j] - mean - xhat * along);
         });
-        lane.store_row(head_row(static_cast<X*>(side.y), side.y_strides, task, head), d);
+        X* row = head_row(static_cast<X*>(side.y), side.y_strides, task, task.head_of(side, round));
+        lane.store_row(row, d);
       }
     }
   }
@@ -144,11 +145,8 @@ __global__ void __launch_bounds__(kHeadThreads) head_sums_kernel(const HeadsPara
   sum = 0;
 #pragma unroll
   for (int w = 0; w < kHeadWarps; ++w) sum += scratch[w][lane];
-  if (of_bias ? side.bias_is_float : side.weight_is_float) {
-    static_cast<float*>(gradient)[col] = sum;
-  } else {
-    static_cast<X*>(gradient)[col] = from_acc<X>(sum);
-  }
+  const float sums[] = {sum};
+  store_gradient<X>(gradient, of_bias ? side.bias_is_float : side.weight_is_float, col, sums);
 }
 
 }  // namespace

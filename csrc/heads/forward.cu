@@ -15,23 +15,18 @@ __device__ __forceinline__ void normalize_head(const HeadsParams& p, const HeadS
                                                const Lane& lane,
                                                const typename Lane::Values& weight,
                                                typename Lane::Values& values) {
-  using X = typename Lane::X;
   lane.center(p, values);
   const float m2 = logical_warp_sum(lane.squares(values), p.lanes);
   const float rstd = MeanAndVariance::rstd(m2, p.inverse_cols.as<float>(), p.eps);
   lane.each([&](int v, int j) { values[v][j] *= rstd; });
-  if (side.rounds) {
-    lane.each([&](int v, int j) { values[v][j] = to_acc(from_acc<X>(values[v][j])); });
-  }
+  if (side.rounds) lane.round(values);
   lane.each([&](int v, int j) { values[v][j] *= weight[v][j]; });
   if (side.bias != nullptr) {
     typename Lane::Values bias;
     lane.load_parameter(bias, side.bias, side.bias_is_float, 0);
     lane.each([&](int v, int j) { values[v][j] += bias[v][j]; });
   }
-  if (side.rounds) {
-    lane.each([&](int v, int j) { values[v][j] = to_acc(from_acc<X>(values[v][j])); });
-  }
+  if (side.rounds) lane.round(values);
 }
 
 template <typename Lane>
@@ -49,9 +44,9 @@ __global__ void __launch_bounds__(forward::kHeadThreads, 5)
   Vec<X, Lane::kWidth> x[kRounds][Lane::kVecs];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    const int head = task.head + round * side.at_once;
-    const X* row = head_row(static_cast<const X*>(side.x), side.x_strides, task, head);
-    lane.template load_row<Use::kOnce>(x[round], row, task.has && head < side.heads);
+    const X* row = head_row(static_cast<const X*>(side.x), side.x_strides, task,
+                            task.head_of(side, round));
+    lane.template load_row<Use::kOnce>(x[round], row, task.has_row(side, round));
   }
   const Rotation<Lane> rotation(p, lane, task.batch, task.seq);
   typename Lane::Values weight;
@@ -62,10 +57,10 @@ __global__ void __launch_bounds__(forward::kHeadThreads, 5)
 #pragma unroll
     for (int v = 0; v < Lane::kVecs; ++v) unpack(values[v], x[round][v]);
     if (p.statistic != HeadStatistic::kNone) normalize_head(p, side, lane, weight, values);
-    rotation.apply(values);
-    const int head = task.head + round * side.at_once;
-    if (task.has && head < side.heads) {
-      lane.store_row(head_row(static_cast<X*>(side.y), side.y_strides, task, head), values);
+    if (p.rotary > 0) rotation.apply(values);
+    if (task.has_row(side, round)) {
+      X* row = head_row(static_cast<X*>(side.y), side.y_strides, task, task.head_of(side, round));
+      lane.store_row(row, values);
     }
   }
 }

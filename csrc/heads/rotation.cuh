@@ -66,6 +66,12 @@ struct HeadLane {
     }
   }
 
+  // Rounds to x's type. (Whole vectors: two elements take one instruction.)
+  __device__ __forceinline__ void round(Values& values) const {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) unpack(values[v], round_to<X>(values[v]));
+  }
+
   // Loads a row; what the lane does not have is zero.
   template <Use kUse>
   __device__ __forceinline__ void load_row(Vec<X, kWidth> (&row)[kVecs], const X* from,
@@ -135,8 +141,8 @@ struct Rotation {
   bool turns[2 * kPairs];  // whether a vector is rotated
 
   // Of position `seq` of sample `batch`.
-  __device__ __forceinline__ Rotation(const HeadsParams& p, const Lane& lane, int64_t batch,
-                                      int64_t seq) {
+  __device__ __forceinline__ Rotation(const HeadsParams& p, const Lane& lane, unsigned batch,
+                                      unsigned seq) {
     const int64_t of_cos = batch * p.cos_strides.batch + seq * p.cos_strides.position;
     const int64_t of_sin = batch * p.sin_strides.batch + seq * p.sin_strides.position;
 #pragma unroll
@@ -206,28 +212,37 @@ struct Rotation {
 
 // What a lane's rows of one task are: a position, and some of its heads.
 struct HeadTask {
-  int64_t batch, seq;
-  int head;  // of the first round
-  bool has;  // whether there is such a position
+  unsigned batch, seq;
+  unsigned head;  // of the first round
+  bool has;       // whether there is such a position
 
   __device__ __forceinline__ HeadTask(const HeadsParams& p, const HeadSide& side, int rounds,
                                       unsigned task) {
     const unsigned set = task / static_cast<unsigned>(side.chunks);
     const unsigned chunk = task - set * side.chunks;
-    const unsigned group = threadIdx.x % kWarpSize / static_cast<unsigned>(p.lanes);
-    const unsigned at_once = side.at_once;  // a power of two
-    const unsigned positions = kWarpSize / p.lanes / at_once;
-    const unsigned position = set * positions + group / at_once;
+    // Divisions would take as long as the arithmetic of several elements.
+    const int log2_lanes = __ffs(p.lanes) - 1, log2_at_once = __ffs(side.at_once) - 1;
+    const unsigned group = threadIdx.x % kWarpSize >> log2_lanes;
+    const unsigned positions = kWarpSize >> log2_lanes >> log2_at_once;
+    const unsigned position = set * positions + (group >> log2_at_once);
     has = position < static_cast<unsigned>(p.positions);
     batch = has ? position / static_cast<unsigned>(p.seq) : 0;
     seq = has ? position - batch * p.seq : 0;
-    head = chunk * at_once * rounds + group % at_once;
+    head = (chunk * rounds << log2_at_once) + (group & (side.at_once - 1));
+  }
+  // Of a round.
+  __device__ __forceinline__ unsigned head_of(const HeadSide& side, int round) const {
+    return head + round * side.at_once;
+  }
+  // Whether the lane has a row in a round.
+  __device__ __forceinline__ bool has_row(const HeadSide& side, int round) const {
+    return has && head_of(side, round) < static_cast<unsigned>(side.heads);
   }
 };
 
 template <typename T>
 __device__ __forceinline__ T* head_row(T* base, const HeadStrides& strides, const HeadTask& task,
-                                       int head) {
+                                       unsigned head) {
   return base + (task.batch * strides.batch + task.seq * strides.position + head * strides.head);
 }
 
