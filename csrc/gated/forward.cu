@@ -50,7 +50,8 @@ __device__ __forceinline__ void apply_gate(const GatedParams& p, Acc (&values)[k
   unpack(gates, gate);
   const auto apply = [&](auto grade, bool silu) {
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] *= Gating<decltype(grade), Acc>(gates[j], silu).value;
+    for (int j = 0; j < kWidth; ++j)
+      values[j] *= Gating<decltype(grade), Acc>(gates[j], silu).value;
   };
   if (sizeof(X) > 2 || p.y_type != kTypeOf<X>) {
     apply(Acc{}, p.silu);
@@ -69,6 +70,21 @@ __device__ __forceinline__ void normalized_of(const GatedParams& p, Acc (&values
   if constexpr (kGateFirst) apply_gate(p, values, gate);
 }
 
+// The products of elements of half precision, two by an instruction. Each is exact in float32 (if it
+// is not subnormal), so that it is rounded here as it would be there.
+template <typename X, int kWidth>
+__device__ __forceinline__ Vec<X, kWidth> product(const Vec<X, kWidth>& a,
+                                                  const Vec<X, kWidth>& b) {
+  using Pair = std::conditional_t<std::is_same_v<X, __half>, __half2, __nv_bfloat162>;
+  Vec<X, kWidth> v;
+#pragma unroll
+  for (int j = 0; j < kWidth; j += 2) {
+    *reinterpret_cast<Pair*>(v.at + j) = __hmul2_rn(*reinterpret_cast<const Pair*>(a.at + j),
+                                                    *reinterpret_cast<const Pair*>(b.at + j));
+  }
+  return v;
+}
+
 // xhat, which `values` hold, * (weight + weight_offset) + bias, at the columns from `col` on.
 template <typename X, int kWidth, typename Acc>
 __device__ __forceinline__ void apply_affine(const GatedParams& p, Acc (&values)[kWidth],
@@ -85,22 +101,7 @@ __device__ __forceinline__ void apply_affine(const GatedParams& p, Acc (&values)
   round_as<X>(values, p.affine_rounding);
 }
 
-// The products of elements of half precision, two by an instruction. Each is exact in float32, so
-// that it is rounded here as it would be there.
-template <typename X, int kWidth>
-__device__ __forceinline__ Vec<X, kWidth> product(const Vec<X, kWidth>& a,
-                                                  const Vec<X, kWidth>& b) {
-  using Pair = std::conditional_t<std::is_same_v<X, __half>, __half2, __nv_bfloat162>;
-  Vec<X, kWidth> v;
-#pragma unroll
-  for (int j = 0; j < kWidth; j += 2) {
-    *reinterpret_cast<Pair*>(v.at + j) = __hmul2_rn(*reinterpret_cast<const Pair*>(a.at + j),
-                                                    *reinterpret_cast<const Pair*>(b.at + j));
-  }
-  return v;
-}
-
-// The same of a loaded weight.
+// The same with a loaded weight.
 template <typename X, int kWidth>
 __device__ __forceinline__ void apply_affine(const GatedParams& p, float (&values)[kWidth],
                                              const WeightVector<X>& loaded, int col) {

@@ -104,8 +104,8 @@ struct WeightVector {
   // At column `col` of the group that begins at `first_col`.
   __device__ __forceinline__ WeightVector(const GatedParams& p, int first_col, int col) {
     const int size = is_wide(p) ? sizeof(float) : sizeof(X);
-    const auto* const first = static_cast<const char*>(p.weight != nullptr ? p.weight : p.x) +
-                              int64_t{first_col} * size;
+    const auto* const first =
+        static_cast<const char*>(p.weight != nullptr ? p.weight : p.x) + int64_t{first_col} * size;
     const auto* const at =
         reinterpret_cast<const float*>(first + static_cast<uint32_t>(col) * size);
     low = load<Use::kReadOnly, 4>(at);

@@ -12,14 +12,15 @@ namespace {
 // z = xhat * weight + bias, in place of the row's values.
 template <typename Lane>
 __device__ __forceinline__ void normalize_head(const HeadsParams& p, const HeadSide& side,
-                                               const Lane& lane,
-                                               const typename Lane::Values& weight,
-                                               typename Lane::Values& values) {
+                                               const Lane& lane, typename Lane::Values& values) {
   lane.center(p, values);
   const float m2 = logical_warp_sum(lane.squares(values), p.lanes);
   const float rstd = MeanAndVariance::rstd(m2, p.inverse_cols.as<float>(), p.eps);
   lane.each([&](int v, int j) { values[v][j] *= rstd; });
   if (side.rounds) lane.round(values);
+  // Loaded for each row anew, it takes no registers while others wait for theirs.
+  typename Lane::Values weight;
+  lane.load_weight(weight, p, side);
   lane.each([&](int v, int j) { values[v][j] *= weight[v][j]; });
   if (side.bias != nullptr) {
     typename Lane::Values bias;
@@ -30,7 +31,7 @@ __device__ __forceinline__ void normalize_head(const HeadsParams& p, const HeadS
 }
 
 template <typename Lane>
-__global__ void __launch_bounds__(forward::kHeadThreads, 5)
+__global__ void __launch_bounds__(forward::kHeadThreads, forward::kHeadBlocks)
     heads_forward_kernel(const HeadsParams p) {
   using X = typename Lane::X;
   constexpr int kRounds = forward::task_rounds(Lane::kWidth);
@@ -44,19 +45,17 @@ __global__ void __launch_bounds__(forward::kHeadThreads, 5)
   Vec<X, Lane::kWidth> x[kRounds][Lane::kVecs];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    const X* row = head_row(static_cast<const X*>(side.x), side.x_strides, task,
-                            task.head_of(side, round));
+    const X* row =
+        head_row(static_cast<const X*>(side.x), side.x_strides, task, task.head_of(side, round));
     lane.template load_row<Use::kOnce>(x[round], row, task.has_row(side, round));
   }
   const Rotation<Lane> rotation(p, lane, task.batch, task.seq);
-  typename Lane::Values weight;
-  lane.load_weight(weight, p, side);
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     typename Lane::Values values;
 #pragma unroll
     for (int v = 0; v < Lane::kVecs; ++v) unpack(values[v], x[round][v]);
-    if (p.statistic != HeadStatistic::kNone) normalize_head(p, side, lane, weight, values);
+    if (p.statistic != HeadStatistic::kNone) normalize_head(p, side, lane, values);
     if (p.rotary > 0) rotation.apply(values);
     if (task.has_row(side, round)) {
       X* row = head_row(static_cast<X*>(side.y), side.y_strides, task, task.head_of(side, round));
