@@ -70,8 +70,8 @@ __device__ __forceinline__ void normalized_of(const GatedParams& p, Acc (&values
   if constexpr (kGateFirst) apply_gate(p, values, gate);
 }
 
-// The products of elements of half precision, two by an instruction. Each is exact in float32 (if it
-// is not subnormal), so that it is rounded here as it would be there.
+// The products of elements of half precision, two by an instruction. Each is exact in float32 (if
+// it is not subnormal), so that it is rounded here as it would be there.
 template <typename X, int kWidth>
 __device__ __forceinline__ Vec<X, kWidth> product(const Vec<X, kWidth>& a,
                                                   const Vec<X, kWidth>& b) {
