@@ -251,14 +251,18 @@ def layer_cases(teams_alike):
             run_modulated(2, 20, cols, dtype, per_token=True)
         run_modulated(2, 90, 1152, dtype, strategy="stream", weight=True)
         run_modulated(2, 9, 1155, dtype, strategy="stream", per_token=True)
-    # Heads: whole vectors and single elements, rotated in part.
+    head_cases()
+    gated_cases()
+
+
+def head_cases():
+    """Heads: whole vectors and single elements, rotated in part."""
     for dtype in (BF16, F32):
         for cols, rotary in ((64, None), (80, 32), (128, 64), (256, None), (30, 6), (256, 20)):
             for interleaved in (False, True):
                 run_heads(cols, dtype, rotary, interleaved=interleaved)
         run_heads(128, dtype, positions=2000)
         run_heads(128, dtype, packed=False)
-    gated_cases()
 
 
 def gated_cases():
@@ -286,6 +290,8 @@ def run_gated(cols, group, dtype, *, rows=None, bias=False):
         ops.rms_norm_gated_backward(
             dy, x, gate, rstd, weight, b, *options, 0.0, True, True, True, bias
         )
+        # Of one type, products are rounded in pairs.
+        ops.rms_norm_gated(x, gate, weight.to(dtype), None, 1e-6, *options, None, 0.0, True)
 
 
 def run_heads(cols, dtype, rotary=None, *, interleaved=False, positions=37, packed=True):

@@ -84,7 +84,8 @@ def heads(cols):
 
 
 def gated(count, cols, *options, bias=False):
-    """The operators: a norm first, or with gate_first a gate, and all gradients."""
+    """The operators: a norm first, or with gate_first a gate, and all gradients. Forward once more
+    as most models have it, all of one type."""
     ops: Any = torch.ops.fused_layernorm
     x, gate, dy = (normal(count, cols, dtype=BF16) for _ in "xgd")
     weight, b = normal(cols, dtype=BF16), normal(cols, dtype=BF16) if bias else None
@@ -92,8 +93,9 @@ def gated(count, cols, *options, bias=False):
     def call():
         y, _, rstd = ops.rms_norm_gated_forward(x, gate, weight, b, 1e-6, *options)
         needs = (True, True, True, bias)
-        return [y, rstd, *ops.rms_norm_gated_backward(dy, x, gate, rstd, weight, b, *options, 0.0,
-                                                      *needs)[: 3 + bias]]  # fmt: skip
+        rounded = ops.rms_norm_gated(x, gate, weight, None, 1e-6, *options, None, 0.0, True)
+        return [y, rounded, rstd, *ops.rms_norm_gated_backward(
+            dy, x, gate, rstd, weight, b, *options, 0.0, *needs)[: 3 + bias]]  # fmt: skip
 
     return call
 
