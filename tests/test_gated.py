@@ -196,6 +196,26 @@ def test_rows_do_not_depend_on_the_batch(cols, group_size, gate_first):
             assert torch.equal(part, of_all[:rows])
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("cols", "group_size"), [(128, None), (8192, 1024), (100, None)])
+def test_more_elements_than_32_bits_count(cols, group_size, needs_memory):
+    needs_memory(45)
+    rows = 2**31 // cols + 300
+    x, gate = (torch.empty(rows, cols, device="cuda", dtype=BF16).normal_() for _ in "xg")
+    weight = torch.randn(cols, device="cuda", dtype=BF16)
+    form = {"group_size": group_size, "round_before_weight": True}
+
+    def both(x, gate):
+        x, gate = x.detach().requires_grad_(), gate.detach().requires_grad_()
+        y = fl.rms_norm_gated(x, gate, weight, 1e-6, **form)
+        return y.detach(), *torch.autograd.grad(y, (x, gate), y.detach())
+
+    # The last rows alone have the same bits.
+    for whole, alone in zip(both(x, gate), both(x[-500:], gate[-500:]), strict=True):
+        assert torch.equal(whole[-500:], alone)
+
+
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, BF16), (BF16, F32), (F16, F16)])
 def test_round_before_weight_rounds_as_the_classes_do(device, dtype, weight_dtype, gate_first):
