@@ -290,7 +290,7 @@ def run_gated(cols, group, dtype, *, rows=None, bias=False):
         ops.rms_norm_gated_backward(
             dy, x, gate, rstd, weight, b, *options, 0.0, True, True, True, bias
         )
-        # Of one type, products are rounded in pairs.
+        # As most models have it. Of half precision and short rows, products are rounded in pairs.
         ops.rms_norm_gated(x, gate, weight.to(dtype), None, 1e-6, *options, None, 0.0, True)
 
 

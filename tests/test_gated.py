@@ -241,6 +241,23 @@ def test_round_before_weight_rounds_as_the_classes_do(device, dtype, weight_dtyp
         assert (y == once).float().mean() < 0.95
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize(("cols", "group_size"), [(64, None), (128, None), (1000, None),
+                                                  (8192, None), (8192, 1024)])  # fmt: skip
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_products_in_pairs_are_those_of_float32(dtype, cols, group_size, gate_first):
+    x, gate, weight, _ = inputs("cuda", (300, cols), dtype, grad=False)
+    form: Any = {"gate_first": gate_first, "group_size": group_size, "round_before_weight": True}
+    for activation in ACTIVATE:
+        y, by_float32 = (
+            fl.rms_norm_gated(x, gate, weight, 1e-5, bias=bias, gate_activation=activation, **form)
+            # With a bias, products are float32.
+            for bias in (None, torch.zeros_like(weight))
+        )
+        assert torch.equal(y, by_float32)
+
+
 def test_a_weight_offset_is_added_in_float32(device):
     x, gate, weight, bias = inputs(device, (8, 64), BF16, grad=False)
     found = fl.rms_norm_gated(x, gate, weight, 1e-5, weight_offset=1.0, bias=bias, out_dtype=F32)
@@ -376,14 +393,14 @@ def test_nan_stays_in_its_group_and_nothing_gives_nothing(device):
     expected = torch.zeros(3, 32, dtype=torch.bool, device=device)
     expected[1, 8:16] = True
     assert torch.equal(y.isnan(), expected)
-    for activation, value in itertools.product(
-        ACTIVATE, (math.nan, math.inf, -math.inf, 200, -200)
+    for activation, value, dtype in itertools.product(
+        ACTIVATE, (math.nan, math.inf, -math.inf, 200, -200), (F32, F16, BF16)
     ):
-        gate = torch.full((3, 64), float(value), device=device)
+        gate = torch.full((3, 64), float(value), device=device, dtype=dtype)
         x = torch.randn_like(gate)
         y = fl.rms_norm_gated(x, gate, None, 1e-6, gate_activation=activation)
-        expected = F.rms_norm(x, (64,), None, 1e-6) * ACTIVATE[activation](gate)
-        torch.testing.assert_close(y, expected, equal_nan=True)
+        expected = F.rms_norm(x.float(), (64,), None, 1e-6) * ACTIVATE[activation](gate.float())
+        torch.testing.assert_close(y, expected.to(dtype), equal_nan=True)
     for shape in ((0, 8), (2, 0), (0, 3, 8)):
         x, gate, weight, bias = inputs(device, shape, BF16)
         y = fl.rms_norm_gated(x, gate, weight, bias=bias)

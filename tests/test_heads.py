@@ -207,6 +207,7 @@ FORMS = [
     Call(statistic=None, affine="none", dtype=F32, interleaved=True, cols=128, rotary=96),
     Call(affine="both", weight_dtype=F32), Call(affine="none"), Call(offset=1.0, dtype=F32),
     Call(offset=1.0, rounds=True, weight_dtype=F32), Call(rounds=True, dtype=F16, affine="both"),
+    Call(rounds=True, cols=80, rotary=32), Call(rounds=True, cols=30, interleaved=True),
     Call(angles="none"), Call(angles="none", statistic="layer", affine="both"),
     *(Call(angles=angles, interleaved=flag, angle_dtype=dtype)
       for angles in ("samples", "doubled", "strided") for flag in (False, True)

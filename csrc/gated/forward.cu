@@ -41,8 +41,9 @@ __device__ __forceinline__ void store_y(const GatedParams& p, int64_t at,
   }
 }
 
-// values *= activation(gate). The coarse grade serves a y of x's type of half precision, for which
-// the branches stand outside the loops: an element has time for few instructions.
+// values *= activation(gate). Where x and y are both of half precision the activation is of the
+// coarse grade, and which one it is, is asked outside the loop: an element has time for few
+// instructions.
 template <typename X, int kWidth, typename Acc>
 __device__ __forceinline__ void apply_gate(const GatedParams& p, Acc (&values)[kWidth],
                                            const Vec<X, kWidth>& gate) {

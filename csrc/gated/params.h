@@ -30,7 +30,8 @@ struct GatedParams {
   bool silu = true;
   bool weight_is_float = false;  // float32, beside x of any type; else of x's type
   bool gate_first = false;
-  // Forward: x, weight, y and what is rounded have one type of half precision; no bias, no offset.
+  // Forward: x, weight and y have one type of half precision, to which xhat and the affine map's
+  // result are rounded, and there is neither bias nor offset.
   bool is_one_type = false;
   // To which type xhat is rounded before it is multiplied by weight, and to which the result of the
   // affine map is. They are small so that what forward reads lies in three lines of constant

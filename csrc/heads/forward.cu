@@ -18,7 +18,8 @@ __device__ __forceinline__ void normalize_head(const HeadsParams& p, const HeadS
   const float rstd = MeanAndVariance::rstd(m2, p.inverse_cols.as<float>(), p.eps);
   lane.each([&](int v, int j) { values[v][j] *= rstd; });
   if (side.rounds) lane.round(values);
-  // Loaded for each row anew, it takes no registers while others wait for theirs.
+  // It is loaded for each row anew: registers that held it meanwhile would leave room for fewer
+  // blocks.
   typename Lane::Values weight;
   lane.load_weight(weight, p, side);
   lane.each([&](int v, int j) { values[v][j] *= weight[v][j]; });

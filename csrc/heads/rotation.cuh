@@ -220,7 +220,7 @@ struct HeadTask {
                                       unsigned task) {
     const unsigned set = task / static_cast<unsigned>(side.chunks);
     const unsigned chunk = task - set * side.chunks;
-    // Divisions would take as long as the arithmetic of several elements.
+    // Shifts, as divisions by these powers of two would take as long as several elements do.
     const int log2_lanes = __ffs(p.lanes) - 1, log2_at_once = __ffs(side.at_once) - 1;
     const unsigned group = threadIdx.x % kWarpSize >> log2_lanes;
     const unsigned positions = kWarpSize >> log2_lanes >> log2_at_once;
@@ -230,7 +230,7 @@ struct HeadTask {
     seq = has ? position - batch * p.seq : 0;
     head = (chunk * rounds << log2_at_once) + (group & (side.at_once - 1));
   }
-  // Of a round.
+  // The head that the lane has in a round, which may be beyond the last.
   __device__ __forceinline__ unsigned head_of(const HeadSide& side, int round) const {
     return head + round * side.at_once;
   }

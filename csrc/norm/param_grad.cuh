@@ -47,8 +47,8 @@ struct ParamGradSink {
   }
 };
 
-// Stores a vector of a gradient: in type W, or in the arithmetic's type (`is_wide`) where further
-// sums follow.
+// Stores a vector of a gradient: in type W, or in the arithmetic's type (`is_wide`), as a float32
+// parameter beside half precision has it, and as further sums want it.
 template <typename W, typename Acc, int kWidth>
 __device__ __forceinline__ void store_gradient(void* out, bool is_wide, int64_t at,
                                                const Acc (&values)[kWidth]) {
