@@ -124,6 +124,8 @@ def main():
         channel_cases()
         group_cases()
         layer_cases(arguments.teams_alike)
+        head_cases()
+        gated_cases()
     torch.cuda.synchronize()
 
 
@@ -251,8 +253,6 @@ def layer_cases(teams_alike):
             run_modulated(2, 20, cols, dtype, per_token=True)
         run_modulated(2, 90, 1152, dtype, strategy="stream", weight=True)
         run_modulated(2, 9, 1155, dtype, strategy="stream", per_token=True)
-    head_cases()
-    gated_cases()
 
 
 def head_cases():

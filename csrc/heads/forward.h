@@ -28,7 +28,8 @@ struct Heads : Launch {
 // Of a block (2 x 4096 x 32 x 128 bfloat16: 96 us, with 256 threads 106).
 constexpr int kHeadThreads = 128;
 constexpr int kHeadWarps = kHeadThreads / kWarpThreads;
-// That a multiprocessor has registers for (H200, the same: 73.9 us, with 5 blocks 76).
+// Blocks that a multiprocessor has registers for (the same rows on an H200: 73.9 us, of 5 blocks
+// 76.1).
 constexpr int kHeadBlocks = 6;
 
 // How many times in one task a warp works on as many heads as it does at once. The loads of all
