@@ -215,10 +215,12 @@ def run_ninja(build_directory: str, verbose: bool, error_prefix: str) -> None:
     # A line "build OBJECT: RULE SOURCE" says what is compiled, without the folders above csrc.
     build = re.compile(r"^(build \S+: \S*compile )(\S+)$", re.MULTILINE)
     text = plan.read_text()
+    # Relative paths: a copy of the tree, objects included, compiles nothing again.
+    text = text.replace(root, os.path.relpath(root, build_directory) + os.sep)
     flags = re.search(r"^cuda_post_cflags = .*$", text, re.MULTILINE)
 
     def described(match: re.Match[str]) -> str:
-        source = match[2].replace(root, "")
+        source = re.sub(r"^(\.\./)+", "", match[2])
         lines = [match[0], f"description = {source}"]
         if source in FOR_HOPPER and flags is not None:
             lines.append(flags[0].replace("compute_90,code=sm_90", "compute_90a,code=sm_90a"))
