@@ -138,6 +138,20 @@ def test_what_kernels_cannot_count_has_no_plan():
     assert group_plan(1, 1, 2**30, 1) is not None
     assert group_plan(1, 1, 2**30 + 1, 1) is None
     assert group_plan(2**20, 2**11, 1, 2**11) is None
+    assert group_plan(1, 2**30, 1, 1) is not None
+    assert group_plan(1, 2**30 + 1, 1, 1) is None
+
+
+def test_no_line_of_memory_has_parts_and_totals():
+    """One kernel writes parts while the next one, which reads totals, may have started."""
+    seen = 0
+    for samples, channels, positions, groups, problem in problems(3000, seed=2):
+        p = group_plan(samples, channels, positions, groups, **problem)
+        if p["strategy"] == "tiles":
+            totals = samples * groups * 2 * (8 if problem["dtype"] == F64 else 4)
+            assert (p["workspace_bytes"] - totals) % 128 == 0
+            seen += 1
+    assert seen > 100
 
 
 def test_bad_problems_are_refused():

@@ -42,7 +42,8 @@ __device__ __forceinline__ void sum_parts(Acc (&result)[kWidth], const Acc* part
 #pragma unroll
       for (int n = 0; n < kSums; ++n) {
         if (n >= wanted) continue;
-        const Sum part = load<Use::kReadOnly, kWidth>(partial + n * all + i * cols);
+        // Plain loads: the kernel that writes these may still have run when this one started.
+        const Sum part = load<Use::kPlain, kWidth>(partial + n * all + i * cols);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) running[n][j] += factors[j] * part.at[j];
       }

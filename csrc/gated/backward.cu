@@ -248,7 +248,9 @@ __global__ void __launch_bounds__(kLoopThreads) gated_backward_loop_kernel(const
   Acc* const dbias = dweight + dense_at(p, block.sets, 0);
   const bool sums_weight = p.dweight != nullptr || p.dbias != nullptr;
   const auto each_column = [&](const auto& use) {
-    for (int col = threadIdx.x; col < p.cols; col += blockDim.x) use(col);
+    for (unsigned col = threadIdx.x; col < static_cast<unsigned>(p.cols); col += blockDim.x) {
+      use(static_cast<int>(col));
+    }
   };
   each_column([&](int col) {
     if (sums_weight) dweight[col] = 0;

@@ -208,11 +208,11 @@ __global__ void __launch_bounds__(kLoopThreads) gated_forward_loop_kernel(const 
   const X* gate_row = static_cast<const X*>(p.gate) + (p.gate_rows(row) + first_col);
   const auto each = [&](const auto& use) {
 #pragma unroll 4
-    for (int col = threadIdx.x; col < p.cols; col += blockDim.x) {
+    for (unsigned col = threadIdx.x; col < static_cast<unsigned>(p.cols); col += blockDim.x) {
       const auto gate = load<Use::kReadOnly, 1>(gate_row + col);
       Acc value[1];
       normalized_of<kGateFirst>(p, value, load<Use::kReadOnly, 1>(x_row + col), gate);
-      use(col, value, gate);
+      use(static_cast<int>(col), value, gate);
     }
   };
   Acc squares = 0;

@@ -179,7 +179,7 @@ std::optional<GroupPlan> make_group_plan(const GroupProblem& problem, const Devi
   GroupPlan plan;
   plan.starts_early = device.starts_early;
   const bool planes = problem.layout == GroupLayout::kPlanes;
-  if (problem.positions > kMostPositions || problem.channels > kMostExtent ||
+  if (problem.positions > kMostPositions || problem.channels > kMostPositions ||
       problem.samples * problem.groups > kMostExtent / 2) {
     return std::nullopt;
   }
@@ -211,7 +211,8 @@ std::optional<GroupPlan> make_group_plan(const GroupProblem& problem, const Devi
   const int64_t channel_parts =
       problem.backward ? problem.samples * problem.channels * plan.parts_of_channel : 0;
   plan.parts_offset = round_up(parts * pair, kVectorBytes);
-  plan.totals_offset = plan.parts_offset + round_up(channel_parts * pair, kVectorBytes);
+  // No line has both parts and totals, which different kernels write and read.
+  plan.totals_offset = round_up(plan.parts_offset + channel_parts * pair, kCacheLineBytes);
   plan.workspace_bytes = plan.totals_offset + all_groups * pair;
   plan.blocks = planes ? all_groups * plan.tiles : problem.samples * plan.tiles * plan.slices;
   return plan.blocks < kMostExtent / 2 ? std::optional(plan) : std::nullopt;

@@ -25,7 +25,8 @@ _aten = torch.ops.aten
 group_norm = load.operators.group_norm.default
 
 ACTIVATIONS = (*arguments.ACTIVATIONS, "leaky_relu")
-MOST_GROUPS, MOST_POSITIONS = 2**30 - 1, 2**30  # that the kernels count (csrc/groups/plan.h)
+# That the kernels count (csrc/groups/plan.h); of channels, too, as many as of positions.
+MOST_GROUPS, MOST_POSITIONS = 2**30 - 1, 2**30
 
 
 class GroupArguments(NamedTuple):
@@ -65,7 +66,8 @@ class GroupArguments(NamedTuple):
     def has_kernel(self) -> bool:
         """Whether the kernels can count the groups."""
         shape = self.input.shape
-        return shape[0] * self.num_groups <= MOST_GROUPS and math.prod(shape[2:]) <= MOST_POSITIONS
+        extents = shape[1], math.prod(shape[2:])
+        return shape[0] * self.num_groups <= MOST_GROUPS and max(extents) <= MOST_POSITIONS
 
 
 # ---- The computation in PyTorch's operators.
