@@ -114,11 +114,11 @@ def llama(x, weight=None, bias=None):
     return wide.to(x.dtype) if weight is None else weight * wide.to(x.dtype)
 
 
-def model(text, norm=layer):
+def model(text, norm=layer, **others):
     """A function of tensors(), from the lines of a model, the last of which is its result.
 
-    They know the tensors by name, `norm`, and the first three of the six chunks of mod, which are
-    shift, scale and gate.
+    They know the tensors by name, `norm`, the first three of the six chunks of mod, which are
+    shift, scale and gate, and the others by their names.
     """
     *lines, result = text.split("; ")
     names = [name for name in ("x", "residual", "weight", "bias", "mod") if name in text]
@@ -128,5 +128,6 @@ def model(text, norm=layer):
     body += ["shift, scale, gate, *_ = mod.unsqueeze(1).chunk(6, dim=-1)"] * chunked
     source = "def function(t):\n " + "\n ".join([*body, *lines, f"return {result}"])
     namespace: dict[str, Any] = {"torch": torch, "F": F, "norm": norm, "B": B, "S": S, "D": D}
+    namespace |= others
     exec(source, namespace)
     return namespace["function"]

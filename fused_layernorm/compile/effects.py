@@ -4,10 +4,14 @@
 A captured graph is not functional. A fused operator reads its operands later than the nodes that it
 replaces. In between nothing may write into the operands, and no mode (autocast, gradients, a
 torch.func transform) may begin or end.
+
+What a node writes into follows from the schema of its operator, from the signature of its Python
+function, or from the name of its method. A node that is none of these writes into all it reads.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import operator
 from collections.abc import Iterable, Iterator
@@ -16,21 +20,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .reading import read, value_of
 
-_WRITING_FUNCTIONS = {
-    *(operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv),
-    *(operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul),
-    *(operator.iand, operator.ior, operator.ixor),
+_IN_PLACE = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"),
+    *("lshift", "rshift"),
+)
+_WRITING_METHODS = {"__setitem__", *(f"__i{name}__" for name in _IN_PLACE)}
+_WRITING_FUNCTIONS = {getattr(operator, name) for name in _WRITING_METHODS}
+# Modules whose builtin functions write into nothing but by _WRITING_FUNCTIONS.
+_KNOWN_BUILTINS = ("_operator", "math", "builtins", "torch._C._functorch")
+# Modules whose Python functions write only into what their signatures say, and those named "..._".
+_KNOWN_MODULES = {
+    *("torch", "torch.functional", "torch.nn.functional", "torch._jit_internal"),
+    *("torch._functorch.predispatch", "torch.amp.autocast_mode", "einops"),
 }
-# Position of `inplace` among the arguments of those functions that take it by position.
-_INPLACE = {"dropout": 3, "silu": 1, "relu": 1, "gelu": None}
-# Modules whose functions write into arguments only where the functions' names say so.
-_KNOWN_MODULES = ("torch", "_operator", "operator", "math", "builtins", "einops")
-_MODES = ("_set_grad_enabled", "_enter_", "_exit_", "crement_nesting", "_set_deterministic")
+# Arguments that a function without a mutable schema writes into, if they are given.
+_STATISTICS = ("running_mean", "running_var")
+_MODES = ("set_grad", "_enter_", "_exit_", "crement_nesting", "set_deterministic", "set_autocast")
 
 
 def name_of_target(target: Any) -> str:
@@ -46,49 +56,82 @@ def changes_mode(node: Node) -> bool:
 
 
 def written(node: Node) -> Iterable[Any]:
-    """The arguments that a node writes into; all of them if its target is not known."""
+    """The arguments that a node writes into; all of them if its target is not understood."""
     if node.op in ("placeholder", "get_attr", "output") or read(node) is not None:
         return ()
+    found = _written(node)
+    return node.all_input_nodes if found is None else found
+
+
+def _written(node: Node) -> list[Any] | None:
+    """The arguments that a node writes into, or None if that is not known."""
     target, name = node.target, name_of_target(node.target)
-    if isinstance(target, OpOverload):
-        schema = target._schema
-        if not schema.is_mutable:
-            return ()
-        named = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
-        named.update(node.kwargs)
-        return [
-            named[a.name]
-            for a in schema.arguments
-            if a.alias_info is not None and a.alias_info.is_write and a.name in named
-        ]
-    if isinstance(target, OpOverloadPacket):
-        schemas = [getattr(target, overload)._schema for overload in target.overloads()]
-        return node.all_input_nodes if any(schema.is_mutable for schema in schemas) else ()
     if isinstance(target, HigherOrderOperator):
-        # Dynamo makes the bodies of checkpoints and the like functional, or breaks the graph.
-        return node.all_input_nodes if "mutation" in name or "auto_functional" in name else ()
-    found = [node.kwargs["out"]] if node.kwargs.get("out") is not None else []
-    position = _INPLACE.get(name.rstrip("_"))
-    inplace = node.kwargs.get("inplace", False)
-    if position is not None and len(node.args) > position:
-        inplace = node.args[position]
-    is_written = (
-        inplace is not False
-        or target in _WRITING_FUNCTIONS
-        or name == "__setitem__"
-        or (name.startswith("__i") and name.endswith("__") and name != "__invert__")
-        or (name.endswith("_") and not name.endswith("__"))
-    )
-    if is_written:
-        return [*found, *node.args[:1]]
-    if node.op == "call_module" or (node.op == "call_function" and not _is_known(target)):
-        return node.all_input_nodes
+        return _written_by_bodies(node)
+    if node.op == "call_method" or hasattr(target, "__objclass__"):
+        if name in _WRITING_METHODS or (name.endswith("_") and not name.endswith("__")):
+            return [*node.args[:1]]
+        return [] if hasattr(Tensor, name) else None
+    if node.op != "call_function":
+        return None
+    if target in _WRITING_FUNCTIONS:
+        return [*node.args[:1]]
+    if not isinstance(target, (OpOverload, OpOverloadPacket)) and not inspect.isbuiltin(target):
+        return _written_by_signature(node)
+    if getattr(target, "__module__", None) in _KNOWN_BUILTINS:
+        return []
+    packet = getattr(torch.ops.aten, name, None) if inspect.isbuiltin(target) else target
+    return None if packet is None else _written_by_schemas(node, packet)
+
+
+def _written_by_schemas(node: Node, target: Any) -> list[Any]:
+    overloads = [target]
+    if isinstance(target, OpOverloadPacket):
+        overloads = [getattr(target, overload) for overload in target.overloads()]
+    found = []
+    for schema in (overload._schema for overload in overloads):
+        given = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
+        given.update(node.kwargs)
+        given.setdefault("self", given.get("input"))  # as PyTorch's functions name it
+        writes = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        found += [given.get(name) for name in (*writes, *_STATISTICS, "out")]
     return found
 
 
-def _is_known(target: Any) -> bool:
-    module = getattr(target, "__module__", None) or type(target).__module__
-    return module.split(".")[0] in _KNOWN_MODULES
+def _written_by_signature(node: Node) -> list[Any] | None:
+    target: Any = node.target
+    module = getattr(target, "__module__", None) or ""
+    if module not in _KNOWN_MODULES and module.split(".")[0] not in _KNOWN_MODULES - {"torch"}:
+        return None
+    if name_of_target(target).endswith("_"):
+        return None
+    try:
+        bound = inspect.signature(target).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):
+        return None
+    given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+    found = [given.get(name) for name in (*_STATISTICS, "out")]
+    if given.get("inplace", False) is not False:
+        found += bound.args[:1]
+    if given.get("max_norm") is not None:
+        found.append(given.get("weight"))  # embeddings are scaled in the table
+    return found
+
+
+def _written_by_bodies(node: Node) -> list[Any] | None:
+    """Nothing, if no body of a higher-order operator (a checkpoint, say) writes into its inputs."""
+    root: Any = node.graph.owning_module
+    paths = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
+    modules = [dict(root.named_modules()).get(path) for path in paths] if root is not None else []
+    bodies = [module for module in modules if isinstance(module, GraphModule)]
+    return None if not bodies or any(map(_writes_into_inputs, bodies)) else []
+
+
+def _writes_into_inputs(body: GraphModule) -> bool:
+    effects = Effects(body.graph)
+    inputs = [node for node in body.graph.nodes if node.op in ("placeholder", "get_attr")]
+    has_unknown = any(n.op == "placeholder" and value_of(n) is None for n in inputs)
+    return any(map(effects.is_written, inputs)) or (has_unknown and bool(effects._writes))
 
 
 def storages_of(value: Any) -> Iterator[int]:

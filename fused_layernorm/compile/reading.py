@@ -344,6 +344,8 @@ def _cat(node: Node) -> Call | None:
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     if not isinstance(tensors, (tuple, list)) or len(tensors) != 2 or not isinstance(dim, int):
         return None
+    if "out" in node.kwargs:
+        return None
     cuts = [cut(part, dim) for part in tensors]
     if None in cuts:
         return None
