@@ -266,7 +266,7 @@ def test_one_call_for_a_norm_and_its_modulation(name, device, calls, monkeypatch
     new = swapped(module)
     called = [n for n in new.modules() if isinstance(n, nn.LayerNorm)]
     for norm in called:
-        monkeypatch.setattr(type(norm), "__call__", None)
+        monkeypatch.setattr(type(norm), "_call_impl", None)
     with torch.no_grad():
         new(**inputs)
     assert len(calls) == (2 if name in TWICE else 1)
@@ -371,18 +371,6 @@ def test_a_norm_that_is_unswapped_alone(device, calls):
     unswap_layer_norm(new.norm)
     same(results(new, inputs), results(module, inputs), 0)
     assert not calls
-
-
-def test_a_module_that_is_unswapped_during_its_call(device):
-    module, inputs = make("zero", device)
-    new = swapped(module)
-
-    def unswap(*_):
-        unswap_layer_norm(new)
-
-    new.silu.register_forward_hook(unswap)
-    same(results(new, inputs), results(module, inputs), 1e-6)
-    assert type(new) is type(module)
 
 
 # ---- What is not swapped.

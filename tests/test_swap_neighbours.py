@@ -212,7 +212,7 @@ def test_a_forward_that_is_replaced_later_runs(device, monkeypatch):
     assert not is_fused(beside(stock))
 
 
-def test_a_forward_that_cannot_be_compiled_anew_is_named(caplog):
+def test_a_forward_that_cannot_be_made_anew_is_named(caplog):
     outside = 1
 
     class Closure(nn.Module):
@@ -225,7 +225,7 @@ def test_a_forward_that_cannot_be_compiled_anew_is_named(caplog):
 
     with caplog.at_level("INFO", logger="fused_layernorm.swap"):
         assert not is_fused(beside(Closure()))
-    assert "Closure (its forward cannot be compiled" in caplog.text
+    assert "Closure (its forward uses variables of a function around it" in caplog.text
 
 
 class Order(nn.Module):

@@ -27,29 +27,56 @@ def swapped(model):
     return swap_norms(copy.deepcopy(model))
 
 
-def test_fvcore():
+class Image(nn.Module):
+    """Norms of images, each of which a tool may look up by its exact class."""
+
+    def __init__(self):
+        super().__init__()
+        norms = [nn.InstanceNorm2d(6), nn.InstanceNorm2d(6, affine=True), nn.GroupNorm(2, 6)]
+        self.layers = nn.Sequential(nn.Conv2d(3, 6, 1), *norms, nn.LayerNorm(5))
+        self.volume = nn.InstanceNorm3d(6)
+        self.line = nn.InstanceNorm1d(6)
+
+    def forward(self, x):
+        x = self.volume(self.layers(x).unsqueeze(2)).squeeze(2)
+        return self.line(x.flatten(2))
+
+
+MODELS = {
+    "rows": lambda: (nn.Sequential(small_model(), nn.RMSNorm(3)), (8,)),
+    "images": lambda: (Image(), (3, 4, 5)),
+}
+
+
+@pytest.fixture(params=MODELS)
+def counted(request):
+    """A model, and the shape of a sample."""
+    return MODELS[request.param]()
+
+
+def test_fvcore(counted):
     counters = libraries.get("fvcore.nn")
-    model = nn.Sequential(small_model(), nn.RMSNorm(3))
-    x = torch.randn(2, 8)
+    model, shape = counted
     stock, ours = (
-        counters.FlopCountAnalysis(each, x).unsupported_ops_warnings(False)
+        counters.FlopCountAnalysis(each, torch.randn(2, *shape)).unsupported_ops_warnings(False)
         for each in (model, swapped(model))
     )
-    assert ours.by_operator() == stock.by_operator()
-    assert stock.by_operator()["layer_norm"] > 0
+    assert ours.total() == stock.total()
+    assert ours.by_operator()["layer_norm"] == stock.by_operator()["layer_norm"] > 0
+    assert ours.by_module() == stock.by_module()
 
 
 @pytest.mark.parametrize("backend", ["pytorch", "aten"])
-def test_ptflops(backend):
+def test_ptflops(backend, counted):
     count = libraries.get("ptflops").get_model_complexity_info
     options = {"as_strings": False, "print_per_layer_stat": False, "backend": backend}
-    model = small_model()
-    assert count(swapped(model), (8,), **options) == count(model, (8,), **options)
+    model, shape = counted
+    assert count(swapped(model), shape, **options) == count(model, shape, **options)
 
 
-def test_thop():
+def test_thop(counted):
     count = libraries.get("thop").profile
-    model, x = small_model(), torch.randn(2, 8)
+    model, x = counted[0], torch.randn(2, *counted[1])
     stock, ours = (count(copy.deepcopy(m), (x,), verbose=False) for m in (model, swapped(model)))
     assert ours == stock
 

@@ -1,46 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tools are told of the operators and modules, once a program imports them.
 
-fvcore, ptflops and thop count what they count of nn.LayerNorm, and eager static quantization makes
-of LayerNorm and GroupNorm what it makes of PyTorch's.
+ptflops, thop and eager static quantization look a module up by its exact class: where their table
+has a class of PyTorch, it gets the class that a swap makes of it. fvcore goes by the names of
+operators. Quantization by torch.fx looks classes up in many places, and is shown the stock ones.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
+from torch import nn
 
-from ..groups import FusedGroupNorm
-from ..modules import FusedLayerNorm, is_bare
+from ..modules import is_bare
 from ..ops.load import NAMESPACE
 from ..ops.operators import LAYER_NORM
+from ..swap import classes, registry
 from .after_import import after_import
 
-# ---- Counters.
-
-
-def _register_with_fvcore() -> None:
-    module: Any = importlib.import_module("fvcore.nn.flop_count")
-    of_layer_norm = module._DEFAULT_SUPPORTED_OPS["aten::layer_norm"]
-
-    def count(inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
-        is_rms = len(inputs) > 8 and inputs[8].toIValue() == "rms"
-        return 0 if is_rms else of_layer_norm(inputs, outputs)  # fvcore does not count F.rms_norm
-
-    module._DEFAULT_SUPPORTED_OPS[f"{NAMESPACE}::{LAYER_NORM.name}"] = count
-
-
-def _register_by_type(module: str, name: str) -> None:
-    """With a tool that looks modules up by their exact class, in a table of this name."""
-    table: Any = getattr(importlib.import_module(module), name)
-    table[FusedLayerNorm] = table[torch.nn.LayerNorm]
-
-
-# ---- Eager static quantization.
+# ---- Tables by class.
 
 
 class _Quantized:
@@ -49,30 +32,101 @@ class _Quantized:
     def __init__(self, of_pytorch: Any) -> None:
         self.of_pytorch = of_pytorch
 
-    def from_float(self, module: Any) -> Any:
-        return self.of_pytorch.from_float(module) if is_bare(module) else module
+    def from_float(self, module: Any, **options: Any) -> Any:
+        computes_more = type(module) in registry.OURS and not is_bare(module)
+        return module if computes_more else self.of_pytorch.from_float(module, **options)
+
+
+def _same(entry: Any) -> Any:
+    return entry
 
 
 _QUANTIZATION = "torch.ao.quantization.quantization_mappings"
+# By module: the name of its table, and what becomes of an entry for PyTorch's class.
+_TABLES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "ptflops.pytorch_ops": ("MODULES_MAPPING", _same),
+    "thop.profile": ("register_hooks", _same),
+    _QUANTIZATION: ("DEFAULT_STATIC_QUANT_MODULE_MAPPINGS", _Quantized),
+}
 
 
-def _register_with_quantization() -> None:
-    table = importlib.import_module(_QUANTIZATION).DEFAULT_STATIC_QUANT_MODULE_MAPPINGS
-    for fused, of_pytorch in (
-        (FusedLayerNorm, torch.nn.LayerNorm),
-        (FusedGroupNorm, torch.nn.GroupNorm),
-    ):
-        table[fused] = _Quantized(table[of_pytorch])
+def _enter(tool: str, stock: type[nn.Module], ours: type[nn.Module]) -> None:
+    name, entry = _TABLES[tool]
+    table: Any = getattr(sys.modules[tool], name)
+    if stock in table:
+        table.setdefault(ours, entry(table[stock]))
+
+
+def _fill(tool: str) -> None:
+    for stock, ours in (*registry.PLAIN.items(), *classes.made_classes()):
+        _enter(tool, stock, ours)
+
+
+def _tell_of(stock: type[nn.Module], ours: type[nn.Module]) -> None:
+    """Enters a class that is made after a tool has been imported."""
+    for tool, (name, _) in _TABLES.items():
+        if hasattr(sys.modules.get(tool), name):
+            _enter(tool, stock, ours)
+
+
+# ---- fvcore.
+
+
+def _register_with_fvcore() -> None:
+    counts: Any = importlib.import_module("fvcore.nn.flop_count")._DEFAULT_SUPPORTED_OPS
+    of_layer_norm, of_group_norm = counts["aten::layer_norm"], counts["aten::group_norm"]
+
+    def count(inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+        is_rms = len(inputs) > 8 and inputs[8].toIValue() == "rms"
+        return 0 if is_rms else of_layer_norm(inputs, outputs)  # fvcore does not count F.rms_norm
+
+    def count_groups(inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+        # Theirs finds the weight, which says whether there are parameters, behind num_groups.
+        return of_group_norm([*inputs[:2], inputs[_WEIGHT_OF_GROUPS]], outputs)
+
+    counts[f"{NAMESPACE}::{LAYER_NORM.name}"] = count
+    counts[f"{NAMESPACE}::group_norm"] = count_groups
+
+
+_WEIGHT_OF_GROUPS = 4  # its place among the operator's arguments
+
+# ---- Quantization by torch.fx.
+
+
+def _register_with_fx_quantization() -> None:
+    quantize: Any = importlib.import_module("torch.ao.quantization.quantize_fx")
+    prepare = quantize.prepare
+
+    @functools.wraps(prepare)
+    def prepare_stock(model: Any, *args: Any, **kwargs: Any) -> Any:
+        _show_stock(model)
+        return prepare(model, *args, **kwargs)
+
+    quantize.prepare = prepare_stock
+
+
+def _show_stock(graph_module: nn.Module) -> None:
+    """Puts stock modules, which share all they have, in the places of swapped norms.
+
+    The model from which the graph was traced keeps its own.
+    """
+    for name, module in [*graph_module.named_modules(remove_duplicate=False)]:
+        stock, own = classes.swapped_from(module), vars(module)
+        if stock is None or "_taken_over" in own or any(True for _ in module.children()):
+            continue
+        shown = copy.copy(module)
+        vars(shown).update({n: copy.copy(own[n]) for n in ("_parameters", "_buffers", "_modules")})
+        classes.give_back(shown, stock)
+        parent, _, attribute = name.rpartition(".")
+        graph_module.get_submodule(parent)._modules[attribute] = shown
 
 
 def _tell(module: str, register: Callable[[], None]) -> None:
     after_import(module, register, f"{module} is not told of fused_layernorm")
 
 
+for _tool in _TABLES:
+    _tell(_tool, functools.partial(_fill, _tool))
 _tell("fvcore.nn.flop_count", _register_with_fvcore)
-_tell(_QUANTIZATION, _register_with_quantization)
-for _tool, _table in (
-    ("ptflops.pytorch_ops", "MODULES_MAPPING"),
-    ("thop.profile", "register_hooks"),
-):
-    _tell(_tool, functools.partial(_register_by_type, _tool, _table))
+_tell("torch.ao.quantization.quantize_fx", _register_with_fx_quantization)
+classes.told_of_classes.append(_tell_of)

@@ -12,6 +12,7 @@ import inspect
 import threading
 import types
 import weakref
+from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -72,10 +73,12 @@ def made_class(
         made = _classes.get(key)
         if made is None or made._parts != parts:  # type: ignore[attr-defined]
             named = {
+                # Libraries look classes up by their names.
                 "__module__": cls.__module__,
-                "__doc__": f"{cls.__module__}.{cls.__qualname__}, swapped by fused_layernorm.",
+                "__qualname__": cls.__qualname__,
+                "__doc__": cls.__doc__,
                 "__reduce_ex__": _reduce_ex,
-                "_get_name": _get_name,
+                "__repr__": _repr,
                 "_known": known,
                 "_own": None if own is None else staticmethod(own),
                 "_parts": parts,
@@ -83,10 +86,35 @@ def made_class(
                 **members,
                 **({} if known.derive is None else known.derive(cls)),
             }
-            made = type(f"Fused{cls.__name__}", (cls,), named)
+            made = _subclass(cls, named)
             made.forward = (wrap or _or_stock)(made)
             _classes[key] = made
+            for tell in told_of_classes:
+                tell(cls, made)
         return made
+
+
+# Called with each class that is made, and what it is made from.
+told_of_classes: list[Callable[[type[nn.Module], type[nn.Module]], None]] = []
+
+
+def made_classes() -> list[tuple[type[nn.Module], type[nn.Module]]]:
+    """What told_of_classes would be called with, for the classes that there are."""
+    return [(key[0], made) for key, made in [*_classes.items()]]
+
+
+class _Silent:
+    """Keeps from the classes behind it that there is a subclass."""
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
+def _subclass(cls: type[nn.Module], named: dict[str, Any]) -> Any:
+    """A subclass of the same name, of which neither the class nor its metaclass is told."""
+    meta = type(cls)
+    make: Any = meta if meta is ABCMeta else functools.partial(type.__new__, meta)
+    return make(cls.__name__, (_Silent, cls), named)
 
 
 def _or_stock(swapped: Any) -> Forward:
@@ -155,18 +183,21 @@ def _or_stock(swapped: Any) -> Forward:
     return functools.wraps(wrapped, updated=())(forward)
 
 
-def _get_name(self: Any) -> str:
-    cls = self._swapped_from
-    name = _NAMES.get(self._known.kind)
-    if name is None:
-        name = "RMSNorm" if issubclass(cls, stock.RMSNorm) else "LayerNorm"
-    return f"Fused{name}[{cls.__name__}]"
+def _repr(self: Any) -> str:
+    cls, text, name = self._swapped_from, self._swapped_from.__repr__(self), self._get_name()
+    kind = _NAMES.get(self._known.kind)
+    if kind is None:
+        kind = "RMSNorm" if issubclass(cls, stock.RMSNorm) else "LayerNorm"
+    shown = f"Fused{kind}[{cls.__name__}]"
+    return shown + (text.removeprefix(name) if text.startswith(name) else f"({text})")
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
     """As object.__reduce_ex__, but unpickling makes the class, which pickle cannot find by name."""
+    cls: Any = type(self)
+    if not is_made(cls):
+        return object.__reduce_ex__(self, protocol)
     state: Any = object.__reduce_ex__(self, max(2, protocol))[2:]
-    cls = type(self)
     return unpickled, (cls._swapped_from, cls._known.kind, cls._known.forward, cls._own), *state
 
 
@@ -192,12 +223,24 @@ def is_as_read(cls: Any) -> bool:
 
 
 _modules: Any = torch.nn.modules.module
+_CALL = nn.Module.__call__ if nn.Module.__call__.__globals__ is vars(_modules) else None
+
+
+def _has_own_call(cls: type[nn.Module]) -> bool:
+    """Whether another __call__ than nn.Module's runs; that of torch.fx takes a kernel as it is."""
+    call: Any = cls.__call__
+    names = getattr(call, "__globals__", {})
+    return call is not _CALL and not names.get("__name__", "").startswith("torch.fx.")
+
+
+_has_own_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def must_be_called(module: Any) -> bool:
     """Whether a call of the module runs a hook, or a forward of its own, as offloading leaves."""
     return bool(
-        module._forward_hooks
+        _has_own_call(type(module))
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
@@ -213,9 +256,21 @@ def swapped_from(module: nn.Module) -> type[nn.Module] | None:
     """The class that the module had before a swap; None if it was not swapped."""
     cls = plain_class(module)
     if "_is_swapped" in module.__dict__:
-        # Another thread that unswaps the module gives it its class before it takes the mark away.
-        return getattr(cls, "_stock", None)
+        return vars(cls).get("_stock")
     return vars(cls).get("_swapped_from")
+
+
+def is_made(cls: type) -> bool:
+    """Whether a swap has made the class."""
+    return "_swapped_from" in vars(cls)
+
+
+def is_derived_from_swapped(module: nn.Module) -> bool:
+    """Whether somebody has given a swapped module a class derived from its swapped one."""
+    bases = plain_class(module).__mro__[1:]
+    return any(map(is_made, bases)) or (
+        "_is_swapped" in module.__dict__ and any("_stock" in vars(base) for base in bases)
+    )
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -241,6 +296,22 @@ def _is_derived(cls: type) -> bool:
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Gives the module this class in the place of its plain one."""
     module.__class__ = _derived_as(type(module), cls)
+
+
+def unmark(module: nn.Module) -> None:
+    """Takes away what marks a module of PyTorch's class that was swapped."""
+    own = module.__dict__
+    if own.pop("_is_swapped", False):
+        own.pop("__module__", None)
+
+
+def give_back(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Gives a swapped module the class that it had, and what the swap has taken over."""
+    set_class(module, cls)
+    unmark(module)
+    own = module.__dict__
+    for name, value in own.pop("_taken_over", {}).items():
+        own.setdefault(name, value)
 
 
 def _derived_as(derived: type, cls: type[nn.Module]) -> type[nn.Module]:

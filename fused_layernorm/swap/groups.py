@@ -76,7 +76,9 @@ def timm(self: Any, x: Tensor, activation: str | None = None) -> Tensor | None:
 def timm_act(self: Any, x: Tensor) -> Any:
     if self._fast_norm:
         return None
-    is_kept = type(self.drop) is nn.Identity and stock.has_kernels(x)
+    is_kept = (
+        type(self.drop) is nn.Identity and not must_be_called(self.drop) and stock.has_kernels(x)
+    )
     activation = activation_of(self.act) if is_kept else None
     y = _group_norm(self, x, activation)
     return y if y is None or activation is not None else self.act(self.drop(y))

@@ -22,7 +22,7 @@ from ..stock import LAYER_NORM_FORWARD, LayerNorm, are_supported
 from . import source
 from .classes import Forward, is_as_read, must_be_called
 from .forwards import float32, matched, of_layer_norm
-from .rewritten import attribute_of_self, before
+from .rewritten import attribute_of_self, before, method_of_self
 
 torch.fx.wrap("_modulated")
 
@@ -134,8 +134,6 @@ def derived(self: Any, *args: Any, **kwargs: Any) -> Any:
     then runs (classes._or_stock).
     """
     cls: Any = type(self)
-    if not hasattr(cls, "_derived"):  # another thread unswaps the module
-        return None
     for name in cls._known.norms:
         if not _need_not_be_called(getattr(self, name)):
             return None
@@ -145,17 +143,12 @@ def derived(self: Any, *args: Any, **kwargs: Any) -> Any:
 def members(cls: type[nn.Module]) -> dict[str, Any]:
     """What a swapped class needs for `derived`, from the source of the class's forward."""
     made = source.decorated(cls.forward)
-    tree = _Rewrite().visit(made.tree)
-    # `_modulate` is a default, for the module may lose what its class gives it during a call.
-    tree.args.kwonlyargs.append(ast.arg("_modulate"))
-    tree.args.kw_defaults.append(ast.Constant(None))
-    forward = source.execute(made.function, tree, made.decorators)
-    forward.__kwdefaults__["_modulate"] = _modulate  # type: ignore[index]
-    return {"_derived": forward}
+    forward = source.rebuilt(made, _Rewrite().visit(made.tree))
+    return {"_derived": forward, "_modulate": staticmethod(_modulate)}
 
 
 class _Rewrite(ast.NodeTransformer):
-    """Puts `_modulate(self.norm, x, shift, scale)` for `self.norm(x) * (1 + scale) + shift`.
+    """Puts `self._modulate(self.norm, x, shift, scale)` for `self.norm(x) * (1 + scale) + shift`.
 
     The norm may have been given a name before: then the name is given to x, and the norm waits.
     """
@@ -186,7 +179,7 @@ class _Rewrite(ast.NodeTransformer):
         if "scale" in operands:
             operands["scale"] = _scale(operands["scale"])
         given = [ast.keyword(*operand) for operand in operands.items()]
-        return ast.Call(ast.Name("_modulate", ast.Load()), [*norm[:2]], [*given, *norm[2]])
+        return ast.Call(method_of_self("_modulate"), [*norm[:2]], [*given, *norm[2]])
 
 
 def _norm(node: ast.expr) -> tuple[ast.expr, ast.expr, list[ast.keyword]] | None:

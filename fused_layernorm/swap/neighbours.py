@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
+import itertools
 import re
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,11 +35,12 @@ from ..modules import is_bare
 from . import channels, groups, rewritten, rms, source
 from .activations import activation_of
 from .classes import Forward, Known, must_be_called
-from .registry import is_fused, kind_of
+from .registry import is_fused, kind_of_class
 from .rewritten import are_as_read, attribute_of_self, before, method_of_self
 from .source import Part
 
 KIND = "activation"  # of the swapped classes
+Planned = Mapping[nn.Module, type[nn.Module]]  # the classes that a swap will give
 
 # ---- What a swapped forward calls.
 
@@ -146,13 +150,15 @@ def _in_sequence(self: Any, input: Any) -> Any:
     return input
 
 
-def is_pair(norm: Any, act: Any) -> bool:
-    """Whether these are a norm and an activation that a kernel computes together."""
+def is_pair(norm: Any, act: Any, cls: Any = None) -> bool:
+    """Whether these are a norm, which has this class or will have it, and an activation that a
+    kernel computes together."""
+    cls = cls or type(norm)
     if not isinstance(norm, nn.Module) or activation_of(act) is None or must_be_called(norm):
         return False
-    if _is_plain_group_norm(norm):
+    if cls.forward is FusedGroupNorm.forward and (cls is not type(norm) or is_bare(norm)):
         return True
-    known = getattr(type(norm), "_known", None)
+    known = getattr(cls, "_known", None)
     return known is not None and (known.forward in ACTIVATED or known.forward in rms.NORMS)
 
 
@@ -228,7 +234,8 @@ class _Rewrite:
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         statements = [*statements]
         for i in range(len(statements) - 1, 0, -1):
-            self._push(statements, i)
+            if i < len(statements):  # a push takes up to two away
+                self._push(statements, i)
         found: list[ast.stmt] = []
         while statements:
             statement = statements.pop(0)
@@ -335,9 +342,9 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
         tree.body = rewrite.block(tree.body)
         if not rewrite.pairs:
             return None
-        forward = source.execute(made.function, tree, made.decorators)
-    except source.UNREADABLE:
-        return "its forward cannot be compiled with the activation in the norm"
+        forward = source.rebuilt(made, tree)
+    except source.Unreadable as error:
+        return str(error)
     return rewritten.subclass(
         cls,
         Known(KIND, _activated),
@@ -351,27 +358,46 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
     )
 
 
-def has_pair(module: nn.Module, made: Any) -> bool:
-    """Whether a kernel computes a norm of the module with the activation behind it.
+def has_pair(module: nn.Module, made: Any, planned: Planned) -> bool:
+    """Whether a kernel will compute a norm of the module with the activation behind it.
 
     Where there is a reason in the place of a class, whether it belongs in the log.
     """
+
+    def kind(one: nn.Module) -> str:
+        return kind_of_class(planned.get(one, type(one)))
+
+    def is_known(one: nn.Module) -> bool:
+        return one in planned or is_fused(one)
+
     if isinstance(made, str):
-        return any(is_fused(one) and kind_of(one) == "group" for one in module.children())
+        return any(is_known(one) and kind(one) == "group" for one in module.children())
     if made._known.forward is _in_sequence:
         children = [*module._modules.values()]
-        return any(map(is_pair, children, children[1:]))
-    for norm, act in made._pairs:
-        name, is_own = act.removeprefix("self."), act.startswith("self.")
-        function = getattr(module, name, None) if is_own else _evaluated(act, made._globals)
-        if is_fused(getattr(module, norm, None)) and is_pair(getattr(module, norm), function):  # type: ignore[arg-type]
+        return any(
+            is_pair(norm, act, planned.get(norm))
+            for norm, act in itertools.pairwise(children)
+            if norm is not None
+        )
+    for name, act in made._pairs:
+        norm, is_own = module._modules.get(name), act.startswith("self.")
+        of, found = (module, act[5:]) if is_own else (made._globals, act)
+        if norm is None or not is_known(norm):
+            continue
+        if is_pair(norm, _attribute(of, found), planned.get(norm)):
             return True
     return False
 
 
-def _evaluated(name: str, names: dict[str, Any]) -> Any:
-    first, *rest = name.split(".")
-    found = names.get(first)
-    for one in rest:
-        found = getattr(found, one, None)
-    return found
+def _attribute(owner: Any, names: str) -> Any:
+    """What stands under these names in a module or in globals, without running anything."""
+    for name in names.split("."):
+        if isinstance(owner, nn.Module):
+            own = {**vars(owner), **owner._modules}
+            owner = own.get(name, inspect.getattr_static(type(owner), name, None))
+            owner = owner.__func__ if isinstance(owner, staticmethod) else owner
+        elif isinstance(owner, dict):
+            owner = owner.get(name)
+        else:
+            owner = vars(owner).get(name) if isinstance(owner, types.ModuleType) else None
+    return owner

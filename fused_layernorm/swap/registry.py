@@ -70,6 +70,7 @@ FUSED: dict[Forward, type[nn.Module]] = {
     FusedRMSNorm.forward: FusedRMSNorm,
     FusedGroupNorm.forward: FusedGroupNorm,
 }
+PLAIN = {cls: FUSED[of.forward] for cls, (of, _) in _OF_PYTORCH.items() if of.forward in FUSED}
 # What computes what PyTorch's class does, for a subclass of it that a predicate accepts.
 _AS_PYTORCH: dict[type[nn.Module], Known] = {
     stock.LayerNorm: Known("layer", forwards.of_layer_norm),
@@ -220,10 +221,14 @@ def is_fused(module: nn.Module) -> bool:
 
 def kind_of(module: nn.Module) -> str:
     """The kind of a fused module; nothing for one that another thread has unswapped since."""
-    known: Known | None = getattr(type(module), "_known", None)
+    return kind_of_class(type(module))
+
+
+def kind_of_class(cls: Any) -> str:
+    known: Known | None = getattr(cls, "_known", None)
     if known is not None:
         return known.kind
-    return next((of.kind for cls, (of, _) in _OF_PYTORCH.items() if isinstance(module, cls)), "")
+    return next((of.kind for base, (of, _) in _OF_PYTORCH.items() if issubclass(cls, base)), "")
 
 
 def remade(

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from .classes import Forward, Known, is_as_read, made_class
+from .classes import Forward, Known, is_as_read, is_made, made_class
 from .source import Part
 
 ClassOf = Callable[[type[nn.Module]], "type[nn.Module] | str | None"]
@@ -32,6 +32,8 @@ def subclass(
     """The subclass with this forward, which `class_of` finds again where a module is unpickled."""
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
+        if not is_made(type(self)):
+            return object.__reduce_ex__(self, protocol)
         state: Any = object.__reduce_ex__(self, max(2, protocol))[2:]
         return _unpickled, (self._swapped_from, class_of), *state
 

@@ -236,7 +236,6 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
     outer = getattr(cls, "forward", None)  # that of a compiled class raises
     if FUNCTION not in rewritten.names_in(outer):
         return None
-    unknown = "its forward cannot be compiled with another rotation"
     try:
         made = source.decorated(outer)
         function = source.read_function(made.function.__globals__, FUNCTION)
@@ -247,11 +246,11 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
         rewrite = _Rewrite(norms)
         tree = rewrite.visit(made.tree)
         if rewrite.rotations != 1:
-            return unknown
+            return f"its forward does not call {FUNCTION}(q, k, cos, sin) once"
         parts = (Part(cls, "forward", outer), *function.parts)
-        forward = source.execute(made.function, tree, made.decorators)
-    except source.UNREADABLE:
-        return unknown
+        forward = source.rebuilt(made, tree)
+    except source.Unreadable as error:
+        return str(error)
     return rewritten.subclass(
         cls,
         Known(KIND, _rotated),

@@ -14,11 +14,12 @@ import copy
 import functools
 import hashlib
 import inspect
+import re
 import textwrap
 import tokenize
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from ..stock import GROUP_NORM_FORWARD, LAYER_NORM_FORWARD, RMS_NORM_FORWARD, GroupNorm, LayerNorm
 
@@ -28,8 +29,9 @@ INHERITED_GROUP = "nn.GroupNorm.forward"  # and of one that has nn.GroupNorm's
 
 Trees = list[ast.FunctionDef]
 
-# What inspect, ast and compile raise where there is no source, and what is raised here.
-UNREADABLE = (OSError, TypeError, ValueError, SyntaxError, IndexError, tokenize.TokenError)
+
+class Unreadable(Exception):
+    """A forward that cannot be read, or be made anew; the message says why."""
 
 
 class Part(NamedTuple):
@@ -92,7 +94,7 @@ def read(cls: type) -> Source | None:
     try:
         tree = tree_of(forward)
         called = trees(tree, function, method)
-    except UNREADABLE:
+    except Unreadable:
         return None
     if any("super" in called_names(one) for one in (tree, *called)):
         base = owners[1] if owners[1:] else None
@@ -105,21 +107,29 @@ def read(cls: type) -> Source | None:
 
 def read_function(owner: dict[str, Any], name: str) -> Source | None:
     """The source of a global function, and of the functions of its module that it calls."""
-    outer = owner.get(name)
-    if not isinstance(outer, types.FunctionType):
-        return None
-    parts = [Part(owner, name, outer)]
+    parts: list[Part] = []
+    found_trees: Trees = []
+
+    def enter(owner: dict[str, Any], name: str) -> Decorated | None:
+        found = owner.get(name)
+        if not isinstance(found, types.FunctionType):
+            return None
+        made = decorated(found)
+        if made.wrappers:
+            raise Unreadable(f"{name} is wrapped")
+        parts.append(Part(owner, name, found))
+        found_trees.append(made.tree)
+        return made
+
     try:
-        made = decorated(outer)
-        called = []
+        made = enter(owner, name)
+        if made is None:
+            return None
         for callee in called_names(made.tree):
-            found = made.function.__globals__.get(callee)
-            if isinstance(found, types.FunctionType):
-                parts.append(Part(made.function.__globals__, callee, found))
-                called.append(decorated(found).tree)
-    except UNREADABLE:
+            enter(made.function.__globals__, callee)
+    except Unreadable:
         return None
-    return Source(digest_of_trees(made.tree, called), (*parts,))
+    return Source(digest_of_trees(found_trees[0], found_trees[1:]), (*parts,))
 
 
 def trees(
@@ -194,15 +204,19 @@ def _canonical(node: object) -> object:
 
 
 def tree_of(function: types.FunctionType) -> ast.FunctionDef:
-    """The source of a function; raises one of UNREADABLE if it is not that of the loaded code."""
+    """The source of a function; raises Unreadable if it is not that of the loaded code."""
     code = function.__code__
-    # Given a wrapper, and not its code, inspect would return the source of the wrapped function.
-    tree = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
+    try:
+        # Of a wrapper, and not its code, inspect would return the source of what is wrapped.
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
+        lines, _ = inspect.findsource(code)
+        codes = _compiled("".join(lines), code.co_filename)
+    except (OSError, TypeError, ValueError, SyntaxError, IndexError, tokenize.TokenError):
+        raise Unreadable("its forward has no source") from None
     if not isinstance(tree, ast.FunctionDef):
-        raise TypeError(f"{function.__qualname__} is no plain function")
-    lines, _ = inspect.findsource(code)
-    if code not in _compiled("".join(lines), code.co_filename):
-        raise ValueError(f"the source of {function.__qualname__} is not that of the loaded code")
+        raise Unreadable("its forward is no plain function")
+    if code not in codes:
+        raise Unreadable("the source of its forward is not that of the loaded code")
     return tree
 
 
@@ -223,49 +237,83 @@ _FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all
 
 
 class Decorated(NamedTuple):
-    """A function under its decorators."""
+    """A function, and what its decorators have made of it."""
 
-    function: Any  # the innermost
+    function: Any
     tree: ast.FunctionDef  # without the decorators
-    decorators: list[ast.expr]
+    wrappers: tuple[Any, ...]  # the outermost first; each calls the next
 
 
 def decorated(outer: Any) -> Decorated:
-    """A function and its source, where `outer` is what the decorators in the source make of it.
+    """A function and its source; raises Unreadable where a wrapper hides what it calls."""
+    wrappers = []
+    while isinstance(outer, types.FunctionType) and hasattr(outer, "__wrapped__"):
+        inner: Any = outer.__wrapped__
+        if not any(_holds(cell, inner) for cell in outer.__closure__ or ()):
+            raise Unreadable("a decorator of its forward hides what it calls")
+        wrappers.append(outer)
+        outer = inner
+    if not isinstance(outer, types.FunctionType):
+        raise Unreadable("its forward is no plain function")
+    tree = tree_of(outer)
+    first = min([node.lineno for node in tree.decorator_list] + [tree.lineno])
+    ast.increment_lineno(tree, outer.__code__.co_firstlineno - first)
+    tree.decorator_list = []
+    return Decorated(outer, tree, (*wrappers,))
 
-    Raises one of UNREADABLE where somebody has wrapped it in something else.
+
+def _holds(cell: types.CellType, value: object) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # it is empty
+        return False
+
+
+def rebuilt(made: Decorated, tree: ast.FunctionDef) -> types.FunctionType:
+    """The function with this body, in copies of its wrappers.
+
+    Nothing of the definition runs: neither decorators, nor defaults, nor annotations.
     """
-    function = cast(Any, inspect.unwrap(outer))
-    if not isinstance(function, types.FunctionType):
-        raise TypeError(f"{outer!r} is no function")
-    tree = tree_of(function)
-    decorators, tree.decorator_list = tree.decorator_list, []
-    if outer is not function:
-        again: Any = execute(function, tree, decorators)
-        while outer is not function:
-            if getattr(again, "__code__", None) is not outer.__code__:
-                raise ValueError(f"{function.__qualname__} was wrapped")
-            outer, again = outer.__wrapped__, again.__wrapped__
-    return Decorated(function, tree, decorators)
+    function = made.function
+    new = _copy(function, _code_of(function, tree), function.__closure__)
+    inner = function
+    for wrapper in reversed(made.wrappers):
+        closure = tuple(
+            types.CellType(new) if _holds(cell, inner) else cell
+            for cell in wrapper.__closure__ or ()
+        )
+        outer = _copy(wrapper, wrapper.__code__, closure)
+        vars(outer).update({k: new for k, value in vars(wrapper).items() if value is inner})
+        inner, new = wrapper, outer
+    return new
 
 
-def execute(
-    function: types.FunctionType, tree: ast.FunctionDef, decorators: list[ast.expr]
+def _copy(
+    function: types.FunctionType, code: types.CodeType, closure: tuple[types.CellType, ...] | None
 ) -> types.FunctionType:
-    """The function that a definition makes where `function` stands, which has no closure."""
+    names = function.__globals__
+    made = types.FunctionType(code, names, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    for name in ("__module__", "__qualname__", "__doc__"):
+        setattr(made, name, getattr(function, name))
+    vars(made).update(vars(function))
+    return made
+
+
+def _code_of(function: types.FunctionType, tree: ast.FunctionDef) -> types.CodeType:
+    """The code of a definition that stands where the function stands."""
     if function.__code__.co_freevars:
-        raise ValueError(f"{function.__qualname__} has a closure")
+        raise Unreadable("its forward uses variables of a function around it, or super()")
+    if any(re.match(r"_\w+__", name) and name[1] != "_" for name in function.__code__.co_names):
+        raise Unreadable("its forward uses names that are private to its class")
     tree = copy.deepcopy(tree)
-    tree.decorator_list = decorators
+    tree.returns, arguments = None, tree.args
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
     module = ast.fix_missing_locations(ast.Module([tree], []))
-    first: Any = [*decorators, tree][0]
-    ast.increment_lineno(module, function.__code__.co_firstlineno - first.lineno)
     flags = function.__code__.co_flags & _FUTURE
-    made: dict[str, Any] = {}
-    exec(
-        compile(module, function.__code__.co_filename, "exec", flags, True),
-        function.__globals__,
-        made,
-    )
-    result: types.FunctionType = made[tree.name]
-    return result
+    outer = compile(module, function.__code__.co_filename, "exec", flags, True)
+    return next(code for code in outer.co_consts if isinstance(code, types.CodeType))

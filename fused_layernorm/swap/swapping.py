@@ -14,7 +14,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -28,11 +28,14 @@ from .classes import (
     REGISTERED,
     Forward,
     Known,
+    give_back,
+    is_derived_from_swapped,
     lock,
     made_class,
     plain_class,
     set_class,
     swapped_from,
+    unmark,
 )
 from .registry import Found, is_fused, kind_of
 
@@ -100,23 +103,11 @@ def _swap_all(
 ) -> Model:
     """Swaps the norms of these kinds and the registered modules; `what` names them in messages."""
     left: Counter[str] = Counter()
-    read = functools.cache(source.read)  # for this swap: a later one may find other forwards
-    # The norms come first: a module that modulates a norm's output is swapped only if the norm was.
-    modules = sorted(model.named_modules(), key=lambda item: not isinstance(item[1], nn.LayerNorm))
-    for name, module in modules:
-        found = None if is_fused(module) else registry.find(module, read)
-        if found is None:
-            continue
-        if found.kind in kinds or found.kind == REGISTERED:
-            reason = _swap(name, module, found, predicate)
-        elif found.kind == "rms" and "LayerNorm" in plain_class(module).__name__:
-            reason = "it computes RMSNorm"
-        else:
-            continue
-        if reason:
-            left[f"{_name(plain_class(module))} ({reason})"] += 1
-    if neighbours:
-        _swap_neighbours(model, left)
+    plan = _planned(model, predicate, kinds, neighbours, left)
+    for given in plan.values():
+        with lock:
+            if not is_fused(given.module):  # another thread may have been quicker
+                _give(given)
     text = ", ".join(f"{count} {one}" for one, count in left.items())
     if left:
         _log.info(
@@ -132,8 +123,55 @@ def _swap_all(
     return model
 
 
-def _swap(name: str, module: nn.Module, found: Found, predicate: Predicate | None) -> str | None:
-    """Swaps a module and returns None, or returns the reason not to."""
+class _Given(NamedTuple):
+    """A class that a swap gives to a module."""
+
+    module: nn.Module
+    cls: type[nn.Module]
+    own: Forward | None = None  # the forward of the instance that the class takes over
+
+
+_Plan = dict[nn.Module, _Given]
+
+
+def _planned(
+    model: nn.Module,
+    predicate: Predicate | None,
+    kinds: tuple[str, ...],
+    neighbours: bool,
+    left: Counter[str],
+) -> _Plan:
+    """What a swap will do, of which nothing is done yet, so that an error leaves a model as it was.
+
+    `left` counts the norm-like modules that stay, with the reason.
+    """
+    plan: _Plan = {}
+    read = functools.cache(source.read)  # for this swap: a later one may find other forwards
+    # The norms come first: a module that modulates a norm's output is swapped only if the norm is.
+    modules = sorted(model.named_modules(), key=lambda item: not isinstance(item[1], nn.LayerNorm))
+    for name, module in modules:
+        found = None if is_fused(module) else registry.find(module, read)
+        if found is None:
+            continue
+        if found.kind in kinds or found.kind == REGISTERED:
+            given = _norm(name, module, found, predicate, plan)
+        elif found.kind == "rms" and "LayerNorm" in plain_class(module).__name__:
+            given = "it computes RMSNorm"
+        else:
+            continue
+        if isinstance(given, str):
+            left[f"{_name(plain_class(module))} ({given})"] += 1
+        else:
+            plan[module] = given
+    if neighbours:
+        _plan_neighbours(model, plan, left)
+    return plan
+
+
+def _norm(
+    name: str, module: nn.Module, found: Found, predicate: Predicate | None, plan: _Plan
+) -> _Given | str:
+    """What a swap gives to a norm, or why it is left."""
     is_accepted = False
     if predicate is not None and (
         isinstance(module, (stock.LayerNorm, stock.RMSNorm, stock.GroupNorm))
@@ -156,35 +194,52 @@ def _swap(name: str, module: nn.Module, found: Found, predicate: Predicate | Non
         _check_forward(plain_class(module), forward)
         known = Known(found.kind, forward)
     elif not all(
-        is_fused(norm) and kind_of(norm) not in ("rms", "group")
+        norm in plan or (is_fused(norm) and kind_of(norm) not in ("rms", "group"))
         for norm in map(module.get_submodule, known.norms)
     ):
         return "it has a norm that is not fused"
     elif known.forward is FusedRMSNorm.forward and hasattr(module, "bias"):
         return "it has a bias, of which nn.RMSNorm does not know"
-    with lock:
-        if not is_fused(module):  # another thread may have been quicker
-            _set(module, known, found)
-    return None
+    cls = swapped_from(module) or plain_class(module)
+    if known.forward in registry.FUSED:
+        return _Given(module, registry.FUSED[known.forward])
+    try:
+        made = made_class(cls, known, () if found.own else found.parts, found.own)
+    except source.Unreadable as error:
+        return str(error)
+    return _Given(module, made, found.own)
 
 
-def _set(module: nn.Module, known: Known, found: Found) -> None:
+_BESIDE = (rotary.KIND, beside.KIND)
+
+
+def _plan_neighbours(model: nn.Module, plan: _Plan, left: Counter[str]) -> None:
+    rotation_of, activation_of = map(functools.cache, (rotary.class_of, beside.class_of))
+    planned = {module: given.cls for module, given in plan.items()}
+    for module in model.modules():
+        if module in plan or is_fused(module) or "forward" in module.__dict__:
+            continue
+        cls: Any = swapped_from(module) or plain_class(module)
+        made = rotation_of(cls)
+        if made is None:
+            made = activation_of(cls)
+            if made is None or not beside.has_pair(module, made, planned):
+                continue
+        if isinstance(made, str):
+            left[f"{_name(cls)} ({made})"] += 1
+        else:
+            plan[module] = _Given(module, made)
+
+
+def _give(given: _Given) -> None:
     """Gives a module the class in which the forward that is known serves its calls."""
-    own, cls = module.__dict__, swapped_from(module) or plain_class(module)
-    if found.own is not None:
-        # Liger's methods of this instance wait for the unswap; another thread finds one of the two.
-        made = made_class(cls, known, (), found.own)
-        own["_taken_over"] = {name: own[name] for name in _OF_LIGER if name in own}
-        _unmark(module)
-        set_class(module, made)
-        for name in own["_taken_over"]:
-            own.pop(name, None)
-    elif known.forward in registry.FUSED:
+    module, own = given.module, given.module.__dict__
+    unmark(module)
+    if given.cls in registry.FUSED.values():
         own.update(_is_swapped=True, **_LEAF)
-        set_class(module, registry.FUSED[known.forward])
-    else:
-        _unmark(module)
-        set_class(module, made_class(cls, known, found.parts))
+    if given.own is not None:
+        own["_taken_over"] = {name: own.pop(name) for name in _OF_LIGER if name in own}
+    set_class(module, given.cls)
 
 
 # What Liger binds to an instance beside parameters of its kernels.
@@ -193,34 +248,6 @@ _OF_LIGER = ("forward", "extra_repr", "_get_name")
 # torch.fx records a module of torch.nn as one call, and reads this name on the module itself, where
 # it hides the class's name from nothing else: pickle asks the class.
 _LEAF = {"__module__": stock.LayerNorm.__module__}
-
-
-def _unmark(module: nn.Module) -> None:
-    """Takes away what marks a module of PyTorch's class that was swapped."""
-    own = module.__dict__
-    if own.pop("_is_swapped", False):
-        own.pop("__module__", None)
-
-
-_BESIDE = (rotary.KIND, beside.KIND)
-
-
-def _swap_neighbours(model: nn.Module, left: Counter[str]) -> None:
-    rotation_of, activation_of = map(functools.cache, (rotary.class_of, beside.class_of))
-    for module in model.modules():
-        if is_fused(module) or "forward" in module.__dict__:
-            continue
-        cls: Any = swapped_from(module) or plain_class(module)
-        made = rotation_of(cls)
-        if made is None:
-            made = activation_of(cls)
-            if made is None or not beside.has_pair(module, made):
-                continue
-        if isinstance(made, str):
-            left[f"{_name(cls)} ({made})"] += 1
-        else:
-            with lock:
-                set_class(module, made)
 
 
 def unswap_norms(model: Model) -> Model:
@@ -242,15 +269,18 @@ def unswap_rms_norm(model: Model) -> Model:
 
 
 def _unswap_all(model: Model, kinds: tuple[str, ...]) -> Model:
+    left: Counter[str] = Counter()
     for module in model.modules():
         with lock:
             cls = swapped_from(module)
             if cls is not None and kind_of(module) in (*kinds, REGISTERED):
-                set_class(module, cls)  # first, for another thread may be in its forward
-                _unmark(module)
-                own = module.__dict__
-                for name, value in own.pop("_taken_over", {}).items():
-                    own.setdefault(name, value)
+                give_back(module, cls)
+            elif cls is None and is_derived_from_swapped(module):
+                left[_name(type(module))] += 1
+    if left:
+        text = ", ".join(f"{count} {one}" for one, count in left.items())
+        _log.info("%s: left, for their class is not the one that a swap gave, were %s",
+                  _name(type(model)), text)  # fmt: skip
     return model
 
 
