@@ -128,9 +128,6 @@ def _run(a: GroupArguments) -> Tensor:
     a = _settled(a)
     if _is_compiling():
         return groups.group_norm(*a)
-    if a.input.dim() > 1 and not a.has_kernel:
-        groups.check(a)
-        return groups.by_formula(a)
     found: Tensor = calls.call(groups.group_norm, a, groups.check, _in_onnx)
     return found
 

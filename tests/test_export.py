@@ -197,6 +197,66 @@ def test_aotinductor_package_runs_in_a_fresh_process(tmp_path, device, compiler)
     )
 
 
+def modulated(x):
+    shift = x[:, :, :1]
+    return fl.ada_layer_norm(x.mT, shift.mT, shift.mT)
+
+
+def with_residual(x):
+    return fl.add_ada_layer_norm(x, x, x[..., :1], x, x)[0]
+
+
+# Norms of (batch, 8, length), by what they are.
+OF_ANY_BATCH: dict[str, Any] = {
+    "swapped GroupNorm": fl.swap_norms(nn.Sequential(nn.GroupNorm(2, 8))),
+    "swapped InstanceNorm": fl.swap_norms(nn.Sequential(nn.InstanceNorm1d(8, affine=True))),
+    "FusedGroupNorm": fl.FusedGroupNorm(2, 8, activation="silu"),
+    "ada_group_norm": lambda x: fl.ada_group_norm(x, 2, x[..., 0], x[..., 1]),
+    "swapped LayerNorm": fl.swap_norms(nn.Sequential(nn.LayerNorm(6))),
+    "swapped RMSNorm": fl.swap_norms(nn.Sequential(nn.RMSNorm(6))),
+    "channels": fl.FusedLayerNorm2d(8),
+    "modulated": modulated,
+    "residual": with_residual,
+    "gated": lambda x: fl.rms_norm_gated(x, x, group_size=3),
+    "groups of columns": lambda x: fl.rms_norm(x, torch.ones(6), group_size=2),
+    "heads": lambda x: fl.norm_rope(x.unflatten(1, (4, 2)), None, *torch.ones(2, 4, 3)),
+}
+
+
+class Called(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize("operators", [False, pytest.param(True, marks=pytest.mark.cpu_operators)])
+@pytest.mark.parametrize("name", OF_ANY_BATCH)
+def test_a_named_batch_gets_no_guard(name, operators):
+    """A comparison with a size would be an AssertionError of torch.export."""
+    model = Called(OF_ANY_BATCH[name])
+    program = exported(model, torch.randn(3, 8, 6))
+    x = torch.randn(5, 8, 6)
+    torch.testing.assert_close(program.module()(x), model(x))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_onnx_of_a_swapped_group_norm_of_any_size(tmp_path, channels_last):
+    pytest.importorskip("onnxscript")
+    model = fl.swap_norms(nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8)))
+    order = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(3, 8, 5, 6).to(memory_format=order)
+    sizes = {0: Dim("batch"), 2: Dim("height"), 3: Dim("width")}
+    program: Any = torch.onnx.export(
+        model, (x,), dynamo=True, verbose=False, dynamic_shapes=(sizes,)
+    )
+    x = torch.randn(2, 8, 7, 4)
+    (found,) = run_onnx(program, tmp_path / "model.onnx", x)
+    torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
+
+
 def run_onnx(program, path, x):
     onnxruntime = pytest.importorskip("onnxruntime")
     program.save(str(path))

@@ -18,7 +18,6 @@ import fused_layernorm as fl
 from fused_layernorm import FusedGroupNorm
 from fused_layernorm.groups import as_pytorch_reads
 from fused_layernorm.ops import autograd_library
-from fused_layernorm.ops.groups import GroupArguments
 from fused_layernorm.override import _calls, _override
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -107,15 +106,54 @@ def test_autocast_casts_half_parameters(device):
     assert weight.grad.dtype == BF16
 
 
-def test_what_kernels_cannot_count_is_pytorchs():
-    for shape, groups_ in (((2**16, 2**15), 2**15), ((1, 1, 2**30 + 1), 1)):
-        with torch._subclasses.FakeTensorMode(), Calls() as calls:
-            x = torch.empty(shape, device="cuda", dtype=BF16)
-            a = GroupArguments(x, groups_, None, None, None, None, 1e-5)
-            assert not a.has_kernel
-            y = fl.group_norm(x, groups_, activation="silu")
-        assert y.shape == shape
-        assert calls.names == []
+COUNTS = {
+    "groups": ((2**16, 2**15), 2**15),
+    "positions": ((1, 1, 2**30 + 1), 1),
+}
+
+
+@pytest.mark.parametrize(("shape", "groups_"), COUNTS.values(), ids=COUNTS)
+def test_what_kernels_cannot_count_is_the_operators_matter(shape, groups_):
+    """The limits of the kernels are theirs alone: no function compares sizes with them."""
+    with torch._subclasses.FakeTensorMode(), Calls() as calls:
+        x = torch.empty(shape, device="cuda", dtype=BF16)
+        y = fl.group_norm(x, groups_, activation="silu")
+    assert y.shape == shape
+    assert calls.names == ["group_norm"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "groups_"), COUNTS.values(), ids=COUNTS)
+def test_what_kernels_cannot_count_on_cuda(shape, groups_, needs_memory):
+    needs_memory(60)
+    x = torch.randn(shape, device="cuda", dtype=BF16)
+    module = fl.swap_norms(torch.nn.Sequential(torch.nn.GroupNorm(groups_, shape[1])))
+    module = module.to("cuda", BF16)
+    with torch.no_grad():
+        if len(shape) == 2:  # PyTorch refuses one value a group
+            found = fl.group_norm(x, groups_, activation="silu")
+            assert torch.equal(found, torch.zeros_like(x))
+            return
+        expected = F.group_norm(x, groups_)
+        for found in (fl.group_norm(x, groups_), module(x)):
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("absent", ["shift", "weight", "bias"])
+def test_a_gradient_that_nobody_needs_has_the_dtype_of_the_real_one(device, absent):
+    """Also where dy has not x's, as with out_dtype."""
+    x, *parameters = inputs(device, (2, 6, 4), BF16, F32, grad=False)
+    given = dict(zip(("shift", "scale", "weight", "bias"), parameters, strict=True))
+    given[absent] = None
+    _, mean, rstd = OPS.group_norm_forward(x, 2, *given.values(), 1e-5)
+    args = (x.float(), x, 2, mean, rstd, *given.values(), None, 1.0)
+    mask = [False, *(name == "scale" for name in given)]
+    opcheck(OPS.group_norm_backward.default, (*args, *mask), test_utils=QUICK)
+    gate = torch.randn_like(x[..., 0])
+    _, _, rstd = OPS.rms_norm_gated_forward(x[..., 0], gate, None, None, 1e-5)
+    gated = (gate.float(), x[..., 0], gate, rstd, None, None, False, "silu", 0, 0.0)
+    mask = [absent == "shift", absent == "weight", False, False]
+    opcheck(OPS.rms_norm_gated_backward.default, (*gated, *mask), test_utils=QUICK)
 
 
 # ---- Direct calls.

@@ -114,6 +114,11 @@ class Forward(Function):
         (x,) = residual_out or (a.input,)
         given = {**a._asdict(), "x": x, "mean": mean, "rstd": rstd}
         saved = {name: given.get(name) for name in ctx.Call._fields}
+        for name in _unread(family, a, family.Call(*ctx.needs_input_grad[2:])):
+            saved[name] = None
+        # Backward reads the dtype of a weight at least.
+        is_unread = saved["weight"] is None and a.weight is not None
+        ctx.weight_like = (a.weight.shape, a.weight.dtype) if is_unread else None
         ctx.names = [name for name, value in saved.items() if isinstance(value, Tensor)]
         ctx.save_for_backward(*(saved.pop(name) for name in ctx.names))
         ctx.others = saved
@@ -126,6 +131,9 @@ class Forward(Function):
         needs = family.Call(*ctx.needs_input_grad[2:])._asdict()
         dresidual = others[0] if len(others) > 2 else None
         tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        if ctx.weight_like is not None:
+            shape, dtype = ctx.weight_like
+            tensors["weight"] = tensors["x"].new_empty(shape, dtype=dtype)
         is_gated = "needs_dinput" in Call._fields
         needs["x"] = needs.get("residual") or (needs["input"] and not is_gated)
         flags = {
@@ -159,6 +167,24 @@ class Forward(Function):
         gradients["input"] = None if of_input is None else of_input.to(ctx.input_dtype)
         of_call = (gradients.get(name) if needs[name] else None for name in family.Call._fields)
         return None, None, *of_call
+
+
+def _unread(family: Family, a: Any, needs: Any) -> list[str]:
+    """The tensors whose values backward does not read.
+
+    They are not saved, as PyTorch's functions do not save them: autograd refuses parameters that
+    were made in inference mode.
+    """
+    activates = getattr(a, "activation", None) is not None
+    reads_z = activates or hasattr(a, "gate_activation") or getattr(needs, "scale", False)
+    reads_weight = reads_z or needs.input or getattr(needs, "residual", False)
+    reads_weight = reads_weight or getattr(needs, "gate", False)
+    unread = [] if reads_weight else ["weight"]
+    if not reads_z and a.weight is not None:
+        unread.append("bias")
+    if "shift" in a._fields and not (activates or needs.shift):
+        unread.append("shift")
+    return unread
 
 
 def _is_gradient(dy: Tensor, shift: Tensor, Call: Any) -> bool:
@@ -295,7 +321,7 @@ def fake_backward(operator: OpOverload, keeps_order: bool = False) -> Callable[.
             else fakes.like(tensor, tensor.dtype, keeps_order and tensor is b.x)
             for tensor, needed in zip(b.differentiated, b.needs, strict=True)
         ]
-        return results(found, b.differentiated, b[0])
+        return results(found, b.differentiated, getattr(b, "x", b[0]))
 
     return fake
 

@@ -25,8 +25,6 @@ _aten = torch.ops.aten
 group_norm = load.operators.group_norm.default
 
 ACTIVATIONS = (*arguments.ACTIVATIONS, "leaky_relu")
-# That the kernels count (csrc/groups/plan.h); of channels, too, as many as of positions.
-MOST_GROUPS, MOST_POSITIONS = 2**30 - 1, 2**30
 
 
 class GroupArguments(NamedTuple):
@@ -62,13 +60,6 @@ class GroupArguments(NamedTuple):
             and self.scale is None
         )
 
-    @property
-    def has_kernel(self) -> bool:
-        """Whether the kernels can count the groups."""
-        shape = self.input.shape
-        extents = shape[1], math.prod(shape[2:])
-        return shape[0] * self.num_groups <= MOST_GROUPS and max(extents) <= MOST_POSITIONS
-
 
 # ---- The computation in PyTorch's operators.
 
@@ -100,11 +91,6 @@ def formula(a: GroupArguments) -> tuple[Tensor, Tensor, Tensor]:
     xhat = xhat.flatten(1, 2)
     weight, bias = (_of_channels(each, xhat, xhat.dtype) for each in (a.weight, a.bias))
     return epilogue(a, affine(xhat, weight, bias)), mean.flatten(1), rstd.flatten(1)
-
-
-def by_formula(a: GroupArguments) -> Tensor:
-    """y in input's order of memory, of arguments that were checked."""
-    return laid_out(formula(a)[0], a.input, True)
 
 
 def _forward(a: GroupArguments) -> tuple[Tensor, Tensor, Tensor]:
