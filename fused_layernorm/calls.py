@@ -74,6 +74,8 @@ def plain(
         if is_group:
             if type(over) is not int or not 0 < over <= arguments.MAX_INDEX:
                 return None
+            if input.numel() == over:  # of one value a group, which F.group_norm refuses
+                return None
         elif over is None:
             if weight is None:
                 return None
