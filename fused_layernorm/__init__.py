@@ -16,7 +16,7 @@ _torch_release = tuple(int(n) for n in _re.findall(r"\d+", _torch.__version__)[:
 if _torch_release < (2, 10):
     raise ImportError(f"fused_layernorm needs torch >= 2.10; this is {_torch.__version__}")
 
-from . import distributed, layers, ops  # noqa: E402, F401  (rules, hub layers, ...)
+from . import distributed, ops  # noqa: E402, F401  (DTensor's rules, operators)
 from . import loading as _loading  # noqa: E402
 from .ada_modules import FusedAdaLayerNorm, FusedAddAdaLayerNorm  # noqa: E402
 from .compile.backend import explain, fuse  # noqa: E402

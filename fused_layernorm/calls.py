@@ -35,10 +35,12 @@ _function_modes = torch._C._len_torch_function_stack
 _is_tracing = torch._C._is_tracing
 _in_transform = torch._C._are_functorch_transforms_active
 
-# What torch.layer_norm and torch.rms_norm get behind normalized_shape's sizes where a call is for
-# our kernels, and torch.group_norm gets a negative number of groups (csrc/per_torch/override.h and
-# override_groups.h). To call an operator of ours takes the host longer.
-SENTINEL = (-0x4C4E,)
+# By this number, which nobody else writes, a call of PyTorch's function leads to our kernels
+# (csrc/per_torch/override.h): torch.layer_norm and torch.rms_norm get it behind normalized_shape's
+# sizes, torch.group_norm added to the number of groups. To call an operator of ours takes the host
+# longer.
+ASKS = -(2**62)
+_BEHIND_SIZES = (ASKS,)
 
 _OWN = (Parameter, type(None), Tensor)
 
@@ -70,7 +72,9 @@ def plain(
     sizes = over
     try:
         if is_group:
-            if type(over) is not int or over < 1:
+            if type(over) is not int or not 0 < over <= arguments.MAX_INDEX:
+                return None
+            if input.numel() == over:  # of one value a group, which F.group_norm refuses
                 return None
         elif over is None:
             if weight is None:
@@ -81,7 +85,7 @@ def plain(
         if input.is_cuda:
             if not autograd_library.active or _dispatch_modes() or _is_tracing():
                 return None
-            sizes = -over if is_group else sizes + SENTINEL
+            sizes = ASKS + over if is_group else sizes + _BEHIND_SIZES
         elif not (eps == eps and stock.has_own_norm(input, weight, bias, is_rms)):
             return None
         elif is_group and (input.dim() < 2 or (weight is None and bias is not None)):
@@ -113,8 +117,8 @@ def _is_refusal(
     second call.
     """
     # What csrc/per_torch says of a call that the kernels do not take. Where that is not reached,
-    # PyTorch refuses the sentinel or the negative number of groups, and names it.
-    named = f"got -{over}" if is_group else str(SENTINEL[0])
+    # PyTorch refuses the number, and names it.
+    named = str(ASKS + over if is_group else ASKS)
     is_list = isinstance(error, TypeError) and isinstance(over, list)
     if is_list or "the kernels do not take such a norm" in str(error) or named in str(error):
         return True

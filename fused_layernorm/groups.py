@@ -73,7 +73,7 @@ def group_norm(
         of input, where its elements lie without gaps. (``torch.nn.functional.group_norm``, which
         serves plain calls on the CPU, gives contiguous or channels_last tensors.)
 
-    The errors are those of :func:`layer_norm`.
+    The errors are those of :func:`layer_norm`, and a ValueError where a group has one value.
     """
     is_bare = activation is None and out_dtype is None and not _is_compiling()
     if is_bare and type(scale) is float and scale == 1.0:
@@ -137,7 +137,20 @@ def _settled(a: GroupArguments) -> GroupArguments:
     arguments.check_tensor("input", a.input)
     tensors = zip(a._fields[2:6], a[2:6], strict=True)
     arguments.check_types(tensors, eps=a.eps, scale=a.output_scale)
-    return a._replace(num_groups=groups.check_groups(a.num_groups))
+    a = a._replace(num_groups=groups.check_groups(a.num_groups))
+    if has_one_value(a.input, a.num_groups):
+        groups.check(a)
+        raise ValueError(
+            f"expected more than one value in a group, got input of shape {[*a.input.shape]} and "
+            f"num_groups {a.num_groups}"
+        )
+    return a
+
+
+def has_one_value(x: Tensor, num_groups: int) -> bool:
+    """Whether each group would have one value, which F.group_norm refuses."""
+    count = x.numel()
+    return isinstance(count, int) and count == num_groups  # a symbolic size is not to be guarded
 
 
 def _in_onnx(a: GroupArguments) -> Tensor:
@@ -236,7 +249,8 @@ class FusedGroupNorm(nn.GroupNorm):
         weight, bias, eps = self.weight, self.bias, self.eps
         if is_swapped:
             is_known = F.group_norm is stock.group_norm and GroupNorm.forward is _FORWARD
-            if not (is_known and stock.norm_is_supported(input, weight, bias, eps)):
+            is_known = is_known and stock.norm_is_supported(input, weight, bias, eps)
+            if not is_known or has_one_value(input, self.num_groups):
                 return GroupNorm.forward(self, input)
             input = as_pytorch_reads(input)
         options = _options(self, "activation", "scale", "out_dtype")

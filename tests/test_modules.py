@@ -306,6 +306,64 @@ def test_normalized_shape_rules_over_a_replaced_weight(device):
         norm(torch.randn(3, 8, device=device))
 
 
+# What F.group_norm and F.instance_norm refuse: one value a group, or a channel, of one sample.
+ONE_VALUE: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "group norm": (lambda: nn.GroupNorm(4, 4), (1, 4, 1, 1)),
+    "two dimensions": (lambda: nn.GroupNorm(3, 3, affine=False), (1, 3)),
+    "with SiLU": (lambda: nn.Sequential(nn.GroupNorm(4, 4), nn.SiLU()), (1, 4, 1, 1)),
+    "instance norm": (lambda: nn.InstanceNorm2d(4), (3, 4, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("operators", [False, True])
+@pytest.mark.parametrize("name", ONE_VALUE)
+@pytest.mark.parametrize("training", [True, False])
+def test_one_value_a_group_is_refused_as_pytorch_does(
+    device, monkeypatch, operators, name, training
+):
+    monkeypatch.setattr(stock, "_cpu_operators", operators)
+    make, shape = ONE_VALUE[name]
+    model, x = make().to(device).train(training), torch.randn(shape, device=device)
+    with pytest.raises(ValueError, match="Expected more than 1") as expected:
+        model(x)
+    for swapped in (fl.swap_norms(make()), fl.swap_norms(make(), neighbours=True)):
+        with pytest.raises(ValueError, match="Expected more than 1") as found:
+            swapped.to(device).train(training)(x)
+        assert str(found.value) == str(expected.value)
+    torch._dynamo.reset()
+    for compiled in (model, fl.swap_norms(make()).to(device).train(training)):
+        for backend in ("eager", "fused_layernorm"):
+            # Dynamo makes a RuntimeError of what a function raises that it does not trace.
+            with pytest.raises((ValueError, RuntimeError), match=r"more than (1|one) (value|spat)"):
+                torch.compile(compiled, backend=backend)(x)
+    if isinstance(model, nn.GroupNorm):
+        count = model.num_groups
+        for call in (
+            lambda: fl.group_norm(x, count),
+            lambda: fl.ada_group_norm(x, count, activation="silu"),
+            lambda: fl.FusedGroupNorm(count, count, device=device).train(training)(x),
+        ):
+            with pytest.raises(ValueError, match="expected more than one value in a group"):
+                call()
+        assert fl.group_norm(x.expand(2, *shape[1:]), count).eq(0).all()
+
+
+@pytest.mark.parametrize("operators", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_instance_norm_of_a_constant_channel_without_eps(device, monkeypatch, operators, affine):
+    """PyTorch's batch norm, which serves nn.InstanceNorm, has an rstd of 0 where var + eps is 0.
+    (What Inductor makes of either gives NaN.)"""
+    monkeypatch.setattr(stock, "_cpu_operators", operators)
+    x = torch.randn(2, 3, 4, 4, device=device)
+    x[:, 1] = 5.0
+    norm = nn.InstanceNorm2d(3, eps=0.0, affine=affine).to(device)
+    expected = norm(x)
+    for neighbours in (False, True):
+        model = nn.Sequential(copy.deepcopy(norm), nn.ReLU())
+        found = fl.swap_norms(model, neighbours=neighbours)(x)
+        torch.testing.assert_close(found, expected.relu(), equal_nan=True)
+
+
 @pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm])
 def test_a_swapped_norm_takes_an_eps_of_nan_and_its_methods_outlive_the_swap(device, cls):
     norm = fl.swap_norms(cls(8, eps=math.nan).to(device))

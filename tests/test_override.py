@@ -22,7 +22,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fused_layernorm
-from fused_layernorm.calls import SENTINEL
+from fused_layernorm.calls import ASKS
 from fused_layernorm.ops import autograd_library
 from fused_layernorm.override import _calls, _in_force, _override
 
@@ -450,17 +450,17 @@ def test_serves_who_asks_behind_the_shape(device, override, norm):
     with override():  # on the CPU it registers the kernels
         pass
     x = torch.randn(3, 8, device=device, requires_grad=True)
-    y = norm(x, (8, *SENTINEL))
+    y = norm(x, (8, ASKS))
     assert "Fused" in node(y)
     close(y, norm(x, (8,)))
     with Calls() as seen:
-        norm(x, (8, *SENTINEL))
+        norm(x, (8, ASKS))
     assert "layer_norm" in str(seen.names), "modes see our operator"
     with pytest.raises((ValueError, RuntimeError)):
-        norm(x, (4, *SENTINEL))
+        norm(x, (4, ASKS))
     if device == "cuda":
         with torch.inference_mode():
-            close(norm(x, (8, *SENTINEL)), norm(x, (8,)))
+            close(norm(x, (8, ASKS)), norm(x, (8,)))
 
 
 def test_leaves_cpu_tensors_alone():

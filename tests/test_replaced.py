@@ -304,7 +304,6 @@ def test_classes_are_not_kept(tmp_path, monkeypatch):
     module, x = swap(loaded(D)), torch.randn(4, D)
     assert is_fused(module)
     results(module, x)
-    fused_layernorm.layers.RMSNorm.forward(module, x)
     gone = [weakref.ref(one) for one in (loaded, type(module), loaded.forward)]
     del module, loaded, sys.modules[file.stem]
     gc.collect()  # the class that was made

@@ -3,7 +3,6 @@
 
 import copy
 import importlib
-from typing import Any
 
 import libraries
 import pytest
@@ -12,9 +11,8 @@ from swaps import copies, fused
 from torch import nn
 
 import fused_layernorm
-from fused_layernorm import layers, stock, swap_norms, unswap_norms
+from fused_layernorm import stock, swap_norms, unswap_norms
 from fused_layernorm.swap import rotations as swap_rotations
-from fused_layernorm.swap.rotations import Rotation
 
 transformers = libraries.get("transformers")
 
@@ -231,39 +229,6 @@ def test_a_norm_is_moved_over_nothing(statement, is_understood, place, tmp_path,
     swapped = swap_norms(nn.Sequential(module), neighbours=True)[0]
     assert getattr(swapped, "_norms", False) is is_understood
     torch.testing.assert_close(swapped(*inputs), expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("llama", Rotation()),
-        ("gpt_neox", Rotation(partial=True)),
-        ("olmo2", Rotation(keeps_dtype=True)),
-        ("cohere", Rotation(interleaved=True, keeps_dtype=True)),
-        ("glm", Rotation(interleaved=True, once=True, partial=True)),
-        ("dinov3_vit", None),  # cos and sin have no dimension of samples
-    ],
-)
-def test_layer_of_the_hub(name, expected, calls):
-    """`kernels` makes a module of the function and gives it this layer's forward."""
-    folder = f"transformers.models.{name}.modeling_{name}"
-    function = importlib.import_module(folder).apply_rotary_pos_emb
-
-    class Func(nn.Module):
-        def forward(self, *args, **kwargs):
-            return function(*args, **kwargs)
-
-    module: Any = Func()
-    layer = layers.RotaryPosEmb.forward
-    assert layers._rotation(Func) == expected
-    q, k = torch.randn(2, 4, 5, 8, requires_grad=True), torch.randn(2, 1, 5, 8)
-    angle = torch.randn(2, 5, 4).repeat_interleave(2, -1)
-    angle = (
-        angle if expected == Rotation(True, keeps_dtype=True) else angle[..., ::2].repeat(1, 1, 2)
-    )
-    angles = (angle.cos(), angle.sin()) if expected else (angle[0].cos(), angle[0].sin())
-    torch.testing.assert_close(layer(module, q, k, *angles), function(q, k, *angles))
-    assert len(calls) == (expected is not None)
 
 
 @pytest.mark.on_cpu

@@ -16,8 +16,7 @@
 //
 // Those of layer_norm and its like are registered when the library is loaded, because this package
 // calls them itself: no other call from Python takes the host as little time. It asks for our
-// kernels, whatever the flag says, by what it gives as normalized_shape (kAsks), or by a negative
-// number of groups.
+// kernels, whatever the flag says, by a number that nobody else writes (kAsks).
 //
 // The CPU's keys are for tests: there composite operators stand for the kernels.
 #pragma once
@@ -93,16 +92,16 @@ struct RowsNorm {
 
 // ---- PyTorch's norms: what they are given, and what becomes of a call.
 
-// What stands behind the sizes of normalized_shape where a caller asks for our kernels
-// (calls.SENTINEL). It is no size, so nobody else gives it, and PyTorch refuses a call that does
-// not come here.
-constexpr int64_t kAsks = -0x4C4E;
+// By this a caller asks for our kernels (calls.ASKS): it stands behind the sizes of
+// normalized_shape, or is added to the number of groups. PyTorch refuses a call that does not come
+// here. Smaller numbers would cost an allocation: c10::SymInt does not hold them itself.
+constexpr int64_t kAsks = -(int64_t{1} << 62);
 
 inline bool asks(c10::SymIntArrayRef shape) {
   return !shape.empty() && shape.back().maybe_as_int() == kAsks;
 }
 
-inline bool asks(int64_t groups) { return groups < 0; }
+inline bool asks(int64_t groups) { return kAsks < groups && groups <= kAsks + kMostExtent; }
 
 inline std::optional<at::IntArrayRef> sizes_of(c10::SymIntArrayRef shape) {
   return c10::asIntArrayRefSlowOpt(shape.slice(0, shape.size() - asks(shape)));
@@ -118,7 +117,7 @@ inline RowsNorm norm_of(const Tensor& x, c10::SymIntArrayRef shape, const Option
 }
 inline GroupsNorm norm_of(const Tensor& x, int64_t groups, const OptionalTensor& weight,
                           const OptionalTensor& bias, double eps, bool /*cudnn_enabled*/) {
-  return {x, asks(groups) ? -groups : groups, weight, bias, eps};
+  return {x, asks(groups) ? groups - kAsks : groups, weight, bias, eps};
 }
 
 // Our kernels for a norm of PyTorch's. Its second argument (a shape, a number of groups) says
@@ -139,7 +138,7 @@ struct AtenNorm<Aten, Tensor(const Tensor&, Second, Rest...)> {
   // What inference mode leads to, which skips autograd's keys, for calls that ask.
   template <c10::DeviceType device>
   static Tensor at_select(DispatchKeySet keys, const Tensor& x, Second second, Rest... rest) {
-    if (x.device().type() == device && asks(second)) {
+    if (asks(second) && x.device().type() == device) {
       return by_operator(norm_of(x, second, rest...));
     }
     return Aten::redispatch(keys & kBelowSelect, x, second, rest...);

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import stock
-from ..groups import FusedGroupNorm, ada_group_norm, as_pytorch_reads, group_norm
+from ..groups import (
+    FusedGroupNorm,
+    ada_group_norm,
+    as_pytorch_reads,
+    group_norm,
+    has_one_value,
+)
 from ..ops.formulas import activate
 from .activations import activation_of
 from .classes import Forward, must_be_called
@@ -36,7 +42,7 @@ def _is_supported(self: Any, x: Any) -> bool:
 
 
 def _group_norm(self: Any, x: Any, activation: str | None = None) -> Tensor | None:
-    if not _is_supported(self, x):
+    if not _is_supported(self, x) or has_one_value(x, self.num_groups):
         return None
     x, norm = as_pytorch_reads(x), (self.weight, self.bias, self.eps)
     y: Tensor = group_norm(x, self.num_groups, *norm, activation=activation)
@@ -49,12 +55,15 @@ def of_group_norm(self: Any, input: Tensor, activation: str | None = None) -> Te
 
 
 def instance_norm(self: Any, input: Tensor, activation: str | None = None) -> Tensor | None:
-    """Without running statistics; what the class refuses, or warns of, is its own."""
+    """Without running statistics; what the class refuses, or warns of, is its own, and so is an eps
+    of zero: PyTorch's batch norm, which it calls, has 0 for the rstd of a constant channel then."""
     dims = self._get_no_batch_dim() + 1
     if not stock.has_kernels(input) or not _is_supported(self, input) or input.dim() != dims:
         return None
     channels, positions = input.shape[1], input[0, 0].numel() if input.numel() > 0 else 0
     if channels != self.num_features or positions < 2 or has_running_statistics(self):
+        return None
+    if self.eps == 0:
         return None
     norm = (self.weight, self.bias, self.eps)
     # Autocast makes group_norm float32, and lets instance_norm be.
@@ -113,6 +122,8 @@ def modulated(
     if not stock.are_supported(x, scale, shift) or not stock.dtypes_are_supported(x, weight, bias):
         return None
     if F.group_norm is not stock.group_norm or x.dim() < 2 or eps != eps:
+        return None
+    if has_one_value(x, num_groups):
         return None
     for numbers in (scale, shift):
         if numbers.dtype is not x.dtype or numbers.dim() != x.dim():

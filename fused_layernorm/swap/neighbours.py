@@ -80,7 +80,8 @@ def _takes(norm: Any, x: Tensor) -> bool:
     is_stock = nn.GroupNorm.forward is stock.GROUP_NORM_FORWARD
     is_stock = is_stock and F.group_norm is stock.group_norm
     supported = stock.norm_is_supported(x, norm.weight, norm.bias, norm.eps)
-    return is_stock and x.dim() > 1 and supported
+    is_known = is_stock and x.dim() > 1 and supported
+    return is_known and not groups.has_one_value(x, norm.num_groups)
 
 
 def _is_plain_group_norm(norm: Any) -> bool:
