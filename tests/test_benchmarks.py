@@ -310,8 +310,10 @@ def test_models_variants_are_what_they_say(monkeypatch):
     assert of_class["OrderedDict"] is stock
     eager, _ = models.prepared(model, "eager")
     assert [type(one[1]) for one in (swapped, eager)] == [FusedLayerNorm, torch.nn.LayerNorm]  # type: ignore[index]
+    model[0].register_buffer("row", torch.zeros(2, 8)[0])
     halves = models.halved(model, torch.float16).state_dict().values()
-    assert [tensor.dtype for tensor in halves] == [torch.float16] * 2 + [torch.float32] * 2
+    assert [tensor.dtype for tensor in halves] == [torch.float16] * 3 + [torch.float32] * 2
+    assert model[0].row._base is None, "its base would have another dtype, which Dynamo refuses"
 
 
 TURN = """
