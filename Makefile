@@ -60,10 +60,6 @@ test: EXTRAS := [test]
 bench: EXTRAS := [test]
 demo: EXTRAS := [demo]
 
-# The first line of test and demo: how long they will take here, and what they need.
-how_long_%:
-	@ci/how_long $* $(PY) $(JOBS)
-
 # What EXTRAS needs comes while the compiler works, the first time; what fails there is left to the
 # installation. (An older pip lacks the option.)
 ifndef NO_VENV
@@ -84,7 +80,7 @@ endif
 
 # In JOBS processes, where pytest-xdist is installed, each with one thread for arithmetic.
 test: export OMP_NUM_THREADS ?= 1
-test: how_long_test build
+test: build
 ifndef NO_VENV
 	$(PY) tests/libraries.py
 endif
@@ -93,7 +89,7 @@ endif
 bench: build
 	$(PY) -m benchmarks $(BENCH_ARGS)
 
-demo: how_long_demo build
+demo: build
 	$(PY) examples/demo.py $(DEMO_ARGS)
 
 # The documentation site, in build/docs.
@@ -136,7 +132,7 @@ format: tools
 wheel: export FUSED_LAYERNORM_TORCH_HEADERS ?= $(CURDIR)/build/torch-headers
 wheel: env
 	rm -rf build/lib* dist/*.whl
-	$(PY) csrc/per_torch/build.py "$$FUSED_LAYERNORM_TORCH_HEADERS"
+	$(PY) build_tools/per_torch.py "$$FUSED_LAYERNORM_TORCH_HEADERS"
 	$(PY) -m pip wheel --progress-bar off --no-build-isolation --no-deps -w dist .
 	@ls -l dist/*.whl
 

@@ -3,7 +3,7 @@
 
 The binary uses LibTorch's stable ABI, knows nothing of Python and carries its own CUDA runtime, so
 one file serves every Python >= 3.10 and every torch >= 2.10, whatever they were built with.
-Autograd in C++ is bound to one minor version of torch: csrc/per_torch/build.py compiles it.
+Autograd in C++ is bound to one minor version of torch: build_tools/per_torch.py compiles it.
 Everything else about the package stands in pyproject.toml.
 
 Environment variables:
@@ -15,58 +15,36 @@ Environment variables:
                                     that nvcc knows, with PTX of one)
     MAX_JOBS                        files compiled at once (else: one a core)
     FUSED_LAYERNORM_TORCH_HEADERS   a folder of C++ headers of other versions of torch, for which
-                                    csrc/per_torch is compiled too (see csrc/per_torch/build.py)
+                                    csrc/per_torch is compiled too (build_tools/per_torch.py)
     FUSED_LAYERNORM_CPU_ONLY=1      leave the CUDA kernels out even where there is an nvcc
     FUSED_LAYERNORM_TRIMMED=1       for developers: the third of the kernels that is of float32 and
                                     bfloat16; what needs others raises an error that says so
-    FUSED_LAYERNORM_COMPRESS=speed  compress the kernels less (nvcc's --compress-mode; else: size).
-                                    An nvcc of CUDA 12 then makes a binary of twice the size that
-                                    drivers before R550 read too
-    FUSED_LAYERNORM_NAMESPACE       the operators' namespace (else: fused_layernorm), see
-                                    ci/hf_kernels.py
+    FUSED_LAYERNORM_COMPRESS=speed  nvcc's --compress-mode (else: size): of CUDA 12 a binary of
+                                    twice the size, which drivers before R550 read too
     FUSED_LAYERNORM_PTXAS_VERBOSE=1 let ptxas print registers, stack and spills of every kernel
 """
 
 import hashlib
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from glob import glob
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from torch.utils import cpp_extension
 
-
-def load(name: str, path: str) -> ModuleType:
-    """A module of a file outside of the packages."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-autograd_build = load("autograd_build", "csrc/per_torch/build.py")
-compilers = load("compilers", "csrc/pep517/nvcc.py")
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "build_tools"))
+import nvcc as compilers  # noqa: E402
+import per_torch  # noqa: E402
 
 # Machine code for x.0 runs on every device of major version x: that for 8.0 serves 8.6, 8.7 and 8.9
 # too. PTX of 10.0 serves 11.0 and whatever comes later, compiled by the driver at first use.
 DEFAULT_ARCHS = ["7.5", "8.0", "9.0", "10.0+PTX", "12.0"]
-NAMED_ARCHS = {
-    "Turing": "7.5",
-    "Ampere": "8.0 8.6",
-    "Ada": "8.9",
-    "Hopper": "9.0",
-    "Blackwell": "10.0 12.0",
-}
 TORCH_TARGET_VERSION = "0x020a000000000000"  # torch 2.10: the oldest that the binary loads under
 COMPRESS_MODE_SINCE = (12, 8)
 COMPRESS_MODES = ("size", "balance", "speed", "none")
@@ -78,32 +56,24 @@ NO_NVCC = 'set CUDA_HOME or PATH, or pip install "cuda-toolkit[nvcc,cccl]>=13"'
 
 def compress_mode(version: tuple[int, int]) -> str | None:
     """nvcc's --compress-mode, or None for an nvcc without this option."""
-    wanted = os.environ.get("FUSED_LAYERNORM_COMPRESS", "")
-    if wanted not in ("", *COMPRESS_MODES):
+    mode = os.environ.get("FUSED_LAYERNORM_COMPRESS") or "size"
+    if mode not in COMPRESS_MODES:
         offered = ", ".join(COMPRESS_MODES)
-        sys.exit(f"fused_layernorm: FUSED_LAYERNORM_COMPRESS is {wanted!r}; expected {offered}")
-    return (wanted or "size") if version >= COMPRESS_MODE_SINCE else None
+        sys.exit(f"fused_layernorm: FUSED_LAYERNORM_COMPRESS is {mode!r}; expected {offered}")
+    return mode if version >= COMPRESS_MODE_SINCE else None
 
 
 def least_driver(version: tuple[int, int]) -> int:
-    """The oldest driver that runs the binary, as cudaDriverGetVersion numbers them.
-
-    A CUDA runtime runs on every driver of its major version. But no driver before CUDA 12.4 reads
-    what nvcc compresses in the modes size and balance.
-    """
-    major, minor = version[0], 0
-    if major == 12 and compress_mode(version) in ("size", "balance"):
-        minor = 4
-    return 1000 * major + 10 * minor
+    """The oldest driver that runs the binary, as cudaDriverGetVersion numbers them: any of its
+    major version, but none before 12.4 reads what is compressed in the modes size and balance."""
+    compressed = version[0] == 12 and compress_mode(version) in ("size", "balance")
+    return 1000 * version[0] + (40 if compressed else 0)
 
 
 def arch_list(nvcc: str) -> list[str]:
     """The architectures to compile for, as "90", "90a" or "90+PTX", in the order given."""
     known = set(re.findall(r"compute_(\d+)", compilers.run(nvcc, "--list-gpu-arch")))
-    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    for name, meant in NAMED_ARCHS.items():
-        wanted = wanted.replace(name, meant)
-    archs = wanted.replace(";", " ").replace(",", " ").split()
+    archs = re.findall(r"[^;,\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
     if not archs:
         archs = [a for a in DEFAULT_ARCHS if a.removesuffix("+PTX").replace(".", "") in known]
         if not any(arch.endswith("+PTX") for arch in archs):
@@ -118,21 +88,18 @@ def arch_list(nvcc: str) -> list[str]:
 
 
 def gencode_flags(archs: list[str]) -> list[str]:
-    flags = []
-    for arch in archs:
-        number = arch.removesuffix("+PTX")
-        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
-        if arch.endswith("+PTX"):
-            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
-    return flags
+    codes = [(arch.removesuffix("+PTX"), "sm") for arch in archs]
+    codes += [(arch.removesuffix("+PTX"), "compute") for arch in archs if arch.endswith("+PTX")]
+    return [f"-gencode=arch=compute_{number},code={kind}_{number}" for number, kind in codes]
 
 
-def cpu_count() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def job_count() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return int(os.environ.get("MAX_JOBS") or cores or 1)
 
 
 def nvcc_flags(version: tuple[int, int], archs: list[str], files: int) -> list[str]:
-    jobs = int(os.environ.get("MAX_JOBS") or cpu_count())
+    jobs = job_count()
     # Files are compiled side by side; cores beyond their number take architectures of one file.
     threads = max(1, min(jobs // files, len(archs)))
     flags = ["-O3", f"--threads={threads}", *gencode_flags(archs)]
@@ -145,15 +112,9 @@ def nvcc_flags(version: tuple[int, int], archs: list[str], files: int) -> list[s
 
 def make_extension() -> tuple[Extension, str]:
     """The library, and what it is built for, in words."""
-    define_macros = [("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)]
-    cxx_flags = ["-O3", "-g0"]
-    if namespace := os.environ.get("FUSED_LAYERNORM_NAMESPACE"):
-        # Only the bindings depend on the name: the kernels are not compiled again for another.
-        cxx_flags.append(f"-DFUSED_LAYERNORM_NAMESPACE={namespace}")
-    cuda_flags: list[str] = []
-    link_args: list[str] = []
-    libraries = ["torch_cpu"]
-    library_dirs: list[str] = []
+    define_macros, cxx_flags = [("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)], ["-O3", "-g0"]
+    cuda_flags, link_args = list[str](), list[str]()
+    libraries, library_dirs = ["torch_cpu"], list[str]()
     if sys.platform == "linux":
         # libtorch_cuda.so is loaded with local scope: its symbols are found through libtorch.so
         # alone, which therefore stays a needed library although no symbol of it is used directly.
@@ -172,8 +133,8 @@ def make_extension() -> tuple[Extension, str]:
         archs = arch_list(nvcc.path)
         print(f"fused_layernorm: nvcc of {nvcc.origin}, {nvcc.path}", flush=True)
         kind = f"with CUDA {nvcc.version_string} of {nvcc.origin} for {' '.join(archs)}"
-        # A CPU-only torch reports no CUDA, and a CUDA torch asks for an nvcc of its own version.
-        # The binary has a CUDA runtime inside and needs neither, so torch gets this nvcc's version.
+        # torch would ask for an nvcc of its own CUDA version, or have none; the binary, which has a
+        # CUDA runtime inside, needs neither.
         cpp_extension.CUDA_HOME = str(nvcc.home)
         torch.version.cuda = nvcc.version_string
         make = cpp_extension.CUDAExtension
@@ -197,21 +158,20 @@ def make_extension() -> tuple[Extension, str]:
         name="fused_layernorm.libfused_layernorm",
         sources=sources,
         depends=sorted(glob("csrc/**/*.*", recursive=True)),
-        include_dirs=[str(Path(__file__).resolve().parent / "csrc")],
+        include_dirs=[str(ROOT / "csrc")],
         define_macros=define_macros,
         extra_compile_args={"cxx": cxx_flags, "nvcc": cuda_flags},
         extra_link_args=link_args,
         library_dirs=library_dirs,
     )
-    # Only libraries of the stable ABI, and no CUDA library that a machine may lack.
-    module.libraries = libraries
+    module.libraries = libraries  # of the stable ABI alone, and no CUDA library
     return module, kind
 
 
 def run_ninja(build_directory: str, verbose: bool, error_prefix: str) -> None:
     """Runs ninja in place of torch's way, which shows whole commands: a line a file, at once."""
     plan = Path(build_directory) / "build.ninja"
-    root = f"{Path(__file__).resolve().parent}{os.sep}"
+    root = f"{ROOT}{os.sep}"
     # A line "build OBJECT: RULE SOURCE" says what is compiled, without the folders above csrc.
     build = re.compile(r"^(build \S+: \S*compile )(\S+)$", re.MULTILINE)
     text = plan.read_text()
@@ -249,21 +209,20 @@ class BuildExtension(cpp_extension.BuildExtension):
         # or in place: what did not change is not compiled again.
         key = hashlib.sha256(f"{sys.prefix} {torch.__version__} {kind}".encode()).hexdigest()[:8]
         self.build_temp = os.path.join("build", f"objects-{key}")
-        os.environ.setdefault("MAX_JOBS", str(cpu_count()))
+        os.environ["MAX_JOBS"] = str(job_count())
 
     def build_extensions(self) -> None:
         print(f"fused_layernorm: building {kind}", flush=True)
         super().build_extensions()
 
     def run(self) -> None:
-        headers, notes = autograd_build.wanted(
-            torch.__version__, Path(cpp_extension.include_paths()[0])
-        )
+        include = Path(cpp_extension.include_paths()[0])
+        headers, notes = per_torch.wanted(torch.__version__, include)
         package = Path(self.get_ext_fullpath(extension.name)).parent
-        autograd_build.build(package, headers, int(os.environ["MAX_JOBS"]))
+        per_torch.build(package, headers, int(os.environ["MAX_JOBS"]))
         super().run()
         print("".join(f"fused_layernorm: {note}\n" for note in notes), end="")
-        print(f"fused_layernorm: {autograd_build.summary(headers)}", flush=True)
+        print(f"fused_layernorm: {per_torch.summary(headers)}", flush=True)
 
 
 class BdistWheel(bdist_wheel):
@@ -274,7 +233,5 @@ class BdistWheel(bdist_wheel):
 
 
 extension, kind = make_extension()
-setup(
-    ext_modules=[extension],
-    cmdclass={"build_ext": BuildExtension, "bdist_wheel": BdistWheel},
-)
+commands = {"build_ext": BuildExtension, "bdist_wheel": BdistWheel}
+setup(ext_modules=[extension], cmdclass=commands)

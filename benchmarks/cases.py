@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -258,7 +259,7 @@ def parse_case(text: str) -> Case:
     if per:
         more["modulation"] = PER_TOKEN
     case = make_case(op, sizes, dtype, groups=int(groups) if groups else None, **more)
-    return next((known for known in CASES if known.name == case.name), case)
+    return KNOWN.get(case.name, case)
 
 
 # The cases of each family: the size, the dtypes, and the targets forward and backward, as ratios to
@@ -469,14 +470,184 @@ _TABLE = {
 def _cases(family: Family, table: str) -> list[Case]:
     found = []
     for line in filter(None, (line.partition("#")[0].strip() for line in table.splitlines())):
-        words = line.split()
-        targets = words[-len(family.ways) :]
-        size, types, *per = words[: -len(targets)]
+        size, types, *words = line.split()
+        per = [word for word in words if word == "per-token"]
+        targets = words[len(per) :] or ["-" for way in family.ways]
         for way, target in zip(family.ways, targets, strict=True):
             case = parse_case(" ".join([size, types, f"{family.name}{way}", *per]))
             found.append(replace(case, target=None if target == "-" else float(target)))
     return sorted(found, key=lambda case: case.backward)
 
 
-CASES: tuple[Case, ...] = ()
+KNOWN: dict[str, Case] = {}  # the cases of the page by name, with their targets
 CASES = tuple(case for name in _TABLE for case in _cases(FAMILIES[name], _TABLE[name]))
+KNOWN |= {case.name: case for case in CASES}
+
+# ---- The list by which a change of the kernels is judged: CASES, and what follows.
+
+# What models and KernelBench's problems hold beside CASES (batches as large as 1 GB allows), and
+# what is rare: long and odd rows, groups of odd sizes, rows of gates and of gated sums.
+_MORE = {
+    "": """
+        16x4194304 float64                  # write-up 001
+        8x1048576 float64
+        4096x8192 float64
+        16x4194303 float32
+        32x2097151 bfloat16
+        2048x262143 bfloat16
+        4096x65535 bfloat16
+        48x442369 float32
+        64x150529 float32
+        32768x4097 bfloat16
+        32768x2047 bfloat16
+        4096x12289 bfloat16
+        8192x768 bf16+fp32                  # BERT-base
+        8192x768 bf16+fp32>fp32
+        50176x192 bf16+fp32>fp32            # Swin-T
+        12544x384 bf16+fp32>fp32
+        3136x768 bf16+fp32>fp32
+        3136x1536 bf16+fp32>fp32
+        8192x640 bfloat16                   # SDXL
+        2048x1280 bfloat16
+    """,
+    "rms_": """
+        16x4194304 float64
+        16384x1024 bfloat16                 # Qwen3, Llama, Gemma 2 and 3, Phi-3
+        16384x2048 bfloat16
+        16384x2304 bfloat16
+        16384x2560 bfloat16
+        16384x3072 bfloat16
+        16384x4096 bfloat16
+        2048x2048 bfloat16
+        32x2097152 bfloat16
+        4096x65535 bfloat16
+        32768x2047 bfloat16
+        524288x128 bfloat16
+    """,
+    "add_rms_": """
+        16384x2048 bfloat16
+        16384x2560 bfloat16
+        4096x2880 bfloat16
+        128x4096 bfloat16
+        32768x2047 bfloat16
+    """,
+    "add_": """
+        8192x768 bf16+fp32>fp32
+        12608x768 bfloat16
+        2048x65536 bfloat16
+        32768x2047 bfloat16
+    """,
+    "ada_": """
+        32x256x1152 bfloat16                # DiT-XL/2
+        2x4096x2432 bfloat16                # SD3.5-large, image and text
+        2x333x2432 bfloat16
+        1x32760x1536 bf16*fp32              # Wan 1.3B
+        2x2048x12288 bfloat16
+        4x1024x65536 bfloat16
+        2x4096x3071 bfloat16
+        2x4096x3072 bf16+fp32
+    """,
+    "add_ada_": """
+        32x256x1152 bfloat16
+        2x4096x2432 bfloat16
+        2x333x2432 bfloat16
+        1x32760x1536 bf16*fp32
+        2x2048x12288 bfloat16
+        2x4096x8193 bfloat16
+        2x4096x3071 bfloat16
+    """,
+    "ada_rms_": """
+        2x4096x3072 bfloat16
+        2x4096x3071 bfloat16 per-token
+    """,
+    **dict.fromkeys(("channels_", "channels_nhwc_"), """
+        64x192x28x28 bfloat16               # ConvNeXt-T
+        64x768x7x7 bfloat16
+        64x96x56x56 bf16+fp32>fp32
+        8x64x256x256 bf16+fp32>fp32
+        16x256x15x15 bfloat16
+        4x100x33x31 float32
+    """),
+    **dict.fromkeys(("qk_norm_", "qk_norm_rope_"), """
+        4x4096x16x128 bfloat16              # Qwen3
+        8x2048x8x256 bfloat16               # Gemma 3
+        1x4608x24x128 float16
+        64x1x32x128 bfloat16
+    """),
+    **dict.fromkeys(("gated_", "gate_first_"), """
+        262144x128 bfloat16                 # Qwen3-Next
+        2048x4096 bfloat16                  # Mamba 2
+        32768x1000 bfloat16
+        16384x2049 bfloat16
+        1024x12288 bfloat16
+        16384x4096 float16
+        16384x4096 float32
+    """),
+    **dict.fromkeys(("group_", "group_nhwc_"), """
+        16x64x512x512/64 float32            # KernelBench, level 1
+        16x64x512x512/8 float32
+        512x128x17x17/8 float32             # level 2
+        128x128x126x126/128 float32
+        32x64x258x258/8 float32
+        128x32x254x254/8 float32
+        128x24x22x900/8 float32
+        1024x16x13x841/4 float32
+        1024x1x1x8192/1 float32
+        1024x8192x1x1/16 float32
+        1024x8192x1x1/256 float32
+        1024x8192x1x1/512 float32
+        32768x4096x1x1/64 float32
+        16x128x34x1156/8 float32
+        128x16x14x900/16 float32
+        128x16x14x3844/8 float32
+        128x64x126x126/16 float32
+        2x320x128x128 float32
+        8x512x1x16000/512 float32           # Wav2Vec2
+    """),
+    **dict.fromkeys(("group_silu_", "group_silu_nhwc_"), """
+        2x960x128x128 bfloat16              # SDXL, VAE, HunyuanVideo, LTX-2
+        2x1920x64x64 bfloat16
+        2x2560x32x32 bfloat16
+        1x512x256x256 bfloat16
+        1x128x20x65536 bfloat16
+        1x512x16x57600 bfloat16
+        2x32x128x16384/32 float16           # nnU-Net
+        2x64x64x4096/64 float16
+        2x128x32x1024/128 float16
+        2x320x8x64/320 float16
+        128x16x31x3969/16 float32           # KernelBench
+        5x30x37x41/5 bfloat16               # odd, small, one group, one position
+        4x256x1x1/32 bfloat16
+        64x768x14x14/1 bfloat16
+        3x60x7x9/4 bfloat16
+        1x96x13x17/3 float32
+    """),
+}  # fmt: skip
+
+# Every usual width, at four heights: in every family of rows the types and families take turns.
+WIDTHS = (64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1152, 1280, 1536, 1792, 2048, 2304,
+          2432, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384)  # fmt: skip
+HEIGHTS = (1, 64, 4096, 262_144)
+LARGEST = 1 << 27  # elements
+_TYPES = ("bf16+fp32", "float16", "float32", "bf16+fp32>fp32", "bfloat16")
+_GRID = ("rms_", "add_", "silu_", "add_rms_", "gelu_", "ada_", "add_ada_")
+
+
+def _grid() -> Iterator[Case]:
+    for i, cols in enumerate(WIDTHS):
+        for j, rows in enumerate(min(height, LARGEST // cols) for height in HEIGHTS):
+            other, types = FAMILIES[_GRID[(i + 2 * j) % len(_GRID)]], _TYPES[(i + j) % len(_TYPES)]
+            for family, kind in ((FAMILIES[""], "bfloat16"), (FAMILIES[""], types), (other, types)):
+                if family.layout == SAMPLES:
+                    tokens = math.gcd(rows, 8)
+                    size = f"{tokens}x{rows // tokens}x{cols}"
+                    kind = "bf16*fp32" if "+" in kind else kind
+                else:
+                    size = f"{rows}x{cols}"
+                yield from (parse_case(f"{size} {kind} {family.name}{way}") for way in family.ways)
+
+
+def the_list() -> tuple[Case, ...]:
+    """The cases by which a change of the kernels is judged, each once."""
+    more = (case for name in _MORE for case in _cases(FAMILIES[name], _MORE[name]))
+    return tuple({case.name: case for case in (*CASES, *more, *_grid())}.values())

@@ -1,52 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two builds of the kernels side by side: is any case slower than it was?
+"""Two builds of the kernels side by side: is any case slower than it was, or than eager PyTorch?
 
-    python -m benchmarks.compare --old OLD --new NEW [--sweep 200] [--seconds 480]
+    python -m benchmarks.compare --old OLD --new NEW [--eager] [--ops "rms_*,add_*"]
+        [--dtypes bf16,fp16] [--cases 8192x,per-token] [--limit-seconds 480]
 
-OLD and NEW are each a library (libfused_layernorm.so), a folder that has one, or a wheel. A process
-for each loads it without the Python package and calls the raw operators. Both prepare the same case
-from the same random numbers and are timed in turns, old new, new old, ... A case's ratio, new time
-over old time, is the median over the rounds; one that looks slower is timed once more, for longer.
+OLD and NEW are each a library (libfused_layernorm.so), a folder that has one, or a wheel. One
+process loads both, each in a namespace of its own and without the Python package, and calls their
+raw operators on the same inputs, old and new in turns. A case's ratio, new time over old time, is
+the median over the rounds. A case counts as SLOWER if it takes more than 3% and more than 0.3 us
+longer (--percent, --us), and then it is timed once more, for longer. With --eager, PyTorch's time
+of the same case stands beside them, and what the new build does more slowly is named.
 
-Every case of benchmarks/cases.py is compared, forward also with the statistics that training needs,
-and --sweep adds so many points of the sweep, chosen at random. A case that fails in the old build,
-which may lack the operator, is skipped. The exit status is 1 if a case is slower by more than 1%
-and 0.1 us, if it fails in the new build alone, or if one was left out for time. $OUT/compare.json
-holds all results. Comparing a build with itself shows the noise.
-
-Both processes also sum up a result's bits, which leaves other data in L2, as the kernels of a model
-do. What makes room first in L2 then takes some 5% longer than in the benchmark
-(docs/tuning-log.md, "What holds everywhere").
+The cases are those of `the_list` in benchmarks/cases.py, those of the benchmark page first, forward
+of these also with the statistics that training needs; --sweep and --sweep-groups add so many points
+of the sweeps. A case that fails in the old build, which may lack the operator, is skipped. The exit
+status is 1 if a case is SLOWER, if it fails in the new build alone, or if one was left out for
+time. $OUT/compare.json holds all results. Comparing a build with itself shows the noise.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import faulthandler
+import fnmatch
 import math
-import multiprocessing
 import os
+import re
 import statistics
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterable
-from multiprocessing.connection import Connection
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import results, sweep, timing
-from benchmarks.cases import CASES, Case
+from benchmarks import providers, results, sweep, timing
+from benchmarks.cases import CASES, SHORT_NAMES, Case, the_list
 from benchmarks.ours import make_inputs, missing_operator, ours
 
-SLOWER = 1.01  # a case counts as slower if its ratio is above this
-SLOWER_US = 0.1  # and it takes more than this many microseconds longer
 ROUNDS, AGAIN = 8, 20  # rounds of a case, and of its second measurement if it looked slower
-SECONDS = 0.015  # device time of one measurement
-ANSWER = 90.0  # seconds after which a process that does not answer is given up
+SECONDS = 0.012  # device time of one measurement
+MIN_REPLAYS = 4  # of one measurement
+LEVEL = 1.01  # a time within 1% of eager PyTorch's is not slower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +60,22 @@ class Job:
         return self.case.name.replace("forward", "forward+stats" if self.statistics else "forward")
 
 
-def jobs_of(cases: Iterable[Case]) -> list[Job]:
+def jobs_of(cases: Iterable[Case], ops: str = "*", dtypes: str = "", part: str = "") -> list[Job]:
+    """The jobs of the cases that the filters leave, each a list with commas.
+
+    `ops` are patterns of operators, `dtypes` those of x, in either spelling, or all of a case's as
+    its name has them ("bf16+fp32"); `part` are parts of names, of which one must be in a name.
+    """
+    patterns = ops.split(",")
+    types = {SHORT_NAMES.get(name, name) for name in dtypes.split(",")}
     jobs = []
     for case in cases:
-        jobs.append(Job(case))
-        if not case.backward and "x" in case.family.inputs:
-            jobs.append(Job(case, statistics=True))
+        if (any(fnmatch.fnmatch(case.op, pattern) for pattern in patterns)
+                and (not dtypes or not types.isdisjoint((case.dtype, case.types)))
+                and any(one in case.name for one in part.split(","))):  # fmt: skip
+            jobs.append(Job(case))
+            if not case.backward and "x" in case.family.inputs and case in CASES:
+                jobs.append(Job(case, statistics=True))
     return jobs
 
 
@@ -82,74 +91,21 @@ def find_library(path: Path, folder: Path) -> Path:
     raise SystemExit(f"no {name} in {path}")
 
 
-# --- in the process of one build ----------------------------------------------------------------
+def load(library: Path, number: int, folder: Path) -> str:
+    """Loads a copy of the library whose operators have a namespace of their own, and returns it.
 
-
-def fingerprint(outputs: Any) -> list[int]:
-    """Sums of the outputs' bits: over all, and weighted by row and by column."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = []
-    for output in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
-        if output.numel() == 0:  # a statistic that the norm does not have
-            continue
-        bits = output.contiguous().view(integers[output.element_size()])
-        bits = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
-        for axis in (0, 1):
-            along = bits.sum(axis, dtype=torch.int64)
-            places = torch.arange(1, along.numel() + 1, device=along.device)
-            sums += [int(along.sum()), int((along * places).sum())]
-    return sums
-
-
-class Bench:
-    """One build's side: prepares a case, times it as often as asked, and frees it."""
-
-    def __init__(self) -> None:
-        self.graph: timing.Graph | None = None
-
-    @torch.no_grad()
-    def prepare(self, job: Job, seed: int) -> list[int]:
-        if missing := missing_operator(job.case, statistics=job.statistics):
-            raise RuntimeError(f"this build has no {missing}")
-        torch.manual_seed(seed)
-        inputs = make_inputs(job.case)
-        calls = [ours(job.case, one, statistics=job.statistics) for one in inputs]
-        bits = fingerprint(calls[0]())
-        self.graph = timing.Graph(calls, timing.call_count(len(calls), job.case.bytes))
-        return bits
-
-    def time(self, seconds: float) -> float:
-        assert self.graph is not None
-        self.graph.time(0.0, 2, 2)  # replaces what the other process left in the caches
-        return self.graph.time(seconds, 5, 60)
-
-    def free(self) -> None:
-        if self.graph is not None:
-            self.graph.free()
-        self.graph = None
-        torch.cuda.empty_cache()
-
-
-def work(library: str, commands: Connection) -> None:
-    """Runs in the process of one build: loads its library and answers commands until the end."""
-    torch.ops.load_library(library)
-    torch.randn(8, device=timing.DEVICE).sum().item()
-    commands.send(str(torch.ops.fused_layernorm._build_info()))
-    bench = Bench()
-    while True:
-        name, *arguments = commands.recv()
-        try:
-            commands.send(getattr(bench, name)(*arguments))
-        except Exception as problem:
-            text = str(problem).strip() or type(problem).__name__
-            if "CUDA error" in text:  # the context is lost: only a new process can continue
-                raise
-            del problem
-            bench.free()
-            commands.send(Failed(text.splitlines()[0]))
-
-
-# --- in the process that compares ----------------------------------------------------------------
+    The name has the same length: the copy differs in the bytes of these strings alone.
+    """
+    namespace = f"fused_layernor{number}"
+    copied, count = re.subn(
+        rb"(?<![0-9A-Za-z_])fused_layernorm(?=\0|::)", namespace.encode(), library.read_bytes()
+    )
+    if count == 0:
+        raise SystemExit(f"{library} has no operators of fused_layernorm")
+    path = folder / f"{namespace}.so"
+    path.write_bytes(copied)
+    torch.ops.load_library(str(path))
+    return namespace
 
 
 class Failed(Exception):
@@ -157,154 +113,164 @@ class Failed(Exception):
 
 
 class Side:
-    """One build's process, which is started again if it has ended."""
+    """One build, or eager PyTorch: prepares a case, times it as often as asked, and frees it."""
 
-    def __init__(self, label: str, library: Path) -> None:
+    def __init__(self, label: str, namespace: str = "") -> None:
         self.label = label
-        self.library = library
-        self.process: Any = None
+        self.namespace = namespace
+        self.graph: timing.Graph | None = None
 
-    def start(self) -> str:
-        """Starts the process and returns what its library was built for."""
-        context = multiprocessing.get_context("spawn")
-        self.commands, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(str(self.library), theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-        return str(self._answer())
+    def calls(self, job: Job, inputs: list[Any]) -> list[timing.Call]:
+        if not self.namespace:
+            return providers.eager_calls(job.case, inputs)
+        how: dict[str, Any] = {"statistics": job.statistics, "namespace": self.namespace}
+        if missing := missing_operator(job.case, **how):
+            raise Failed(f"this build has no {missing}")
+        return [ours(job.case, one, **how) for one in inputs]
 
-    def ask(self, *command: Any) -> Any:
-        """What the method of `Bench` gives that the command names."""
-        if self.process is None:
-            self.start()
+    @torch.no_grad()
+    def prepare(self, job: Job, inputs: list[Any]) -> None:
         try:
-            self.commands.send(command)
-        except OSError:
-            self.stop()
-            raise Failed("the process ended") from None
-        return self._answer()
+            count = timing.call_count(len(inputs), job.case.bytes)
+            self.graph = timing.Graph(self.calls(job, inputs), count)
+        except Exception as problem:
+            text = str(problem).strip() or type(problem).__name__
+            if "CUDA error" in text:  # the context is lost
+                print(f"{job.name}, {self.label}: {text}", flush=True)
+                raise
+            raise Failed(text.splitlines()[0]) from None
 
-    def _answer(self) -> Any:
-        try:
-            if not self.commands.poll(ANSWER):
-                self.stop()
-                raise Failed(f"no answer within {ANSWER:.0f} s")
-            answer = self.commands.recv()
-        except (EOFError, OSError):
-            self.stop()
-            raise Failed("the process ended") from None
-        if isinstance(answer, Failed):
-            raise answer
-        return answer
+    def time(self, seconds: float) -> float:
+        assert self.graph is not None
+        self.graph.time(0.0, 1, 1)  # replaces what the other side left in the caches
+        return self.graph.time(seconds, MIN_REPLAYS, 60)
 
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.join()
-        self.process = None
+    def bits(self) -> list[torch.Tensor]:
+        """The bits of what the last calls gave, on every input."""
+        assert self.graph is not None
+        found = []
+        for outputs in self.graph.outputs:
+            for one in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
+                found.append(one.contiguous().view(torch.uint8) if one.dim() else one)
+        return found
+
+    def free(self) -> None:
+        if self.graph is not None:
+            self.graph.free()
+        self.graph = None
 
 
-def measure(job: Job, old: Side, new: Side, rounds: int) -> dict[str, Any]:
-    """A case's row: both times, their ratio, its range over the rounds, whether the bits agree."""
+def measure(job: Job, sides: Sequence[Side], rounds: int) -> dict[str, Any]:
+    """A case's row: the times, new over old, its range over the rounds, whether the bits agree."""
     row: dict[str, Any] = {**results.row_of(job.case), "statistics": job.statistics}
-    seed = hash((job.case.rows, job.case.cols)) % (1 << 31)
-    bits, problems = [], {}
-    for side in (old, new):
+    torch.manual_seed(0)
+    inputs = make_inputs(job.case)
+    problems = {}
+    for side in sides:
         try:
-            bits.append(side.ask("prepare", job, seed))
+            side.prepare(job, inputs)
         except Failed as problem:
             problems[side.label] = str(problem)
-    times: dict[str, list[float]] = {old.label: [], new.label: []}
-    try:
-        for number in range(0 if problems else rounds):
-            for side in (old, new) if number % 2 == 0 else (new, old):
-                times[side.label].append(side.ask("time", SECONDS))
-    except Failed as problem:
-        problems[side.label] = str(problem)
-    for side in (old, new):
-        try:
-            side.ask("free")
-        except Failed as problem:
-            problems.setdefault(side.label, str(problem))
-    if problems:
-        return {**row, "problems": problems}
-    ratios = [b / a for a, b in zip(times[old.label], times[new.label], strict=True)]
-    return {
-        **row,
-        "old_us": round(statistics.median(times[old.label]), 3),
-        "new_us": round(statistics.median(times[new.label]), 3),
-        "ratio": round(statistics.median(ratios), 4),
-        "least": round(min(ratios), 4),
-        "most": round(max(ratios), 4),
-        "same_bits": bits[0] == bits[1],
-    }
+    ready = [side for side in sides if side.label not in problems]
+    times: dict[str, list[float]] = {side.label: [] for side in ready}
+    if "old" in times and "new" in times:
+        for number in range(rounds):
+            for side in ready[:2] if number % 2 == 0 else ready[1::-1]:
+                times[side.label].append(side.time(SECONDS))
+        bits = [side.bits() for side in ready[:2]]
+        row["same_bits"] = all(map(torch.equal, *bits))
+        ratios = [b / a for a, b in zip(times["old"], times["new"], strict=True)]
+        row |= {"ratio": round(statistics.median(ratios), 4), "least": round(min(ratios), 4),
+                "most": round(max(ratios), 4)}  # fmt: skip
+    for side in ready:
+        if not times[side.label]:  # eager, and a build whose other half failed
+            times[side.label] += [side.time(SECONDS) for _ in range(2)]
+    for side in sides:
+        side.free()
+    row |= {f"{label}_us": round(statistics.median(of_one), 3) for label, of_one in times.items()}
+    return {**row, "problems": problems} if problems else row
 
 
-def slower(row: dict[str, Any]) -> bool:
-    """Whether the new build is slower by more than 1% and 0.1 us, or fails and the old does not."""
-    if "problems" in row:
-        return "new" in row["problems"] and "old" not in row["problems"]
-    ratio, old_us = row["ratio"], row["old_us"]
-    return bool(ratio > SLOWER and (ratio - 1) * old_us > SLOWER_US)
+def is_slower(row: dict[str, Any], percent: float, us: float) -> bool:
+    """Whether the new build is slower by more than both, or fails and the old one does not."""
+    problems = row.get("problems", {})
+    if "ratio" not in row:
+        return "new" in problems and "old" not in problems
+    more = row["ratio"] - 1
+    return bool(more > percent / 100 and more * row["old_us"] > us)
 
 
-def compare(jobs: list[Job], old: Side, new: Side, seconds: float) -> dict[str, Any]:
+def is_beaten(row: dict[str, Any]) -> bool:
+    """Whether eager PyTorch is faster than the new build."""
+    return "eager_us" in row and row.get("new_us", 0.0) > LEVEL * row["eager_us"]
+
+
+def compare(
+    jobs: list[Job], sides: Sequence[Side], seconds: float, percent: float = 3.0, us: float = 0.3
+) -> dict[str, Any]:
     """Measures the jobs in order, then once more those that looked slower, within `seconds`."""
     start = time.monotonic()
     measured: list[tuple[Job, dict[str, Any]]] = []
     left: list[str] = []
     for number, job in enumerate(jobs):
-        if time.monotonic() - start > 0.8 * seconds:
+        if time.monotonic() - start > 0.85 * seconds:
             left = [job.name for job in jobs[number:]]
             break
-        if number % 25 == 0:
+        if number % 50 == 0:
             print(f"{number} of {len(jobs)}, {time.monotonic() - start:.0f} s", flush=True)
-        measured.append((job, measure(job, old, new, ROUNDS)))
+        measured.append((job, measure(job, sides, ROUNDS)))
     rows = []
-    for job, row in measured:
-        if slower(row) and "problems" not in row and time.monotonic() - start < seconds:
-            row = {**measure(job, old, new, AGAIN), "first_ratio": row["ratio"]}
-        rows.append({**row, "slower": slower(row)})
-    return {"rows": rows, "left_out": left}
+    for job, row in sorted(measured, key=lambda pair: -pair[1].get("ratio", 0.0)):
+        if (is_slower(row, percent, us) and "ratio" in row
+                and time.monotonic() - start < seconds):  # fmt: skip
+            row = {**measure(job, sides, AGAIN), "first_ratio": row["ratio"]}
+        rows.append({**row, "slower": is_slower(row, percent, us)})
+    rows.sort(key=lambda row: (-row["slower"], -row.get("ratio", 0.0)))
+    return {"percent": percent, "us": us, "rows": rows, "left_out": left}
 
 
-def line(job: Job, row: dict[str, Any]) -> str:
-    if "problems" in row:
-        said = "; ".join(f"{side}: {text}" for side, text in row["problems"].items())
-        return f"{job.name:<52} {'FAILED' if row['slower'] else 'skipped'} {said}"
-    first = f", at first {row['first_ratio']:.3f}" if "first_ratio" in row else ""
-    return (
-        f"{job.name:<52}{row['old_us']:>10.2f}{row['new_us']:>10.2f}{row['ratio']:>8.3f}"
-        f"  {row['least']:.3f}-{row['most']:.3f}  {'same' if row['same_bits'] else 'differ':<7}"
-        f"{'SLOWER' if row['slower'] else ''}{first}"
-    )
+def line(row: dict[str, Any]) -> str:
+    name = Job(results.case_of(row), row["statistics"]).name
+    problems = "; ".join(f"{side}: {said}" for side, said in row.get("problems", {}).items())
+    if "ratio" not in row:
+        return f"{name:<52} {'FAILED' if row['slower'] else 'skipped'} {problems}"
+    said = f"{name:<52}{row['old_us']:>10.2f}{row['new_us']:>10.2f}{row['ratio']:>8.3f}"
+    said += f"  {row['least']:.3f}-{row['most']:.3f}  {'same' if row['same_bits'] else 'differ':<7}"
+    if "eager_us" in row:
+        said += f"{row['eager_us']:>10.2f}{row['new_us'] / row['eager_us']:>8.3f} "
+    notes = [*(["SLOWER"] if row["slower"] else []), *(["EAGER"] if is_beaten(row) else []),
+             *([f"at first {row['first_ratio']:.3f}"] if "first_ratio" in row else []),
+             *([problems] if problems else [])]  # fmt: skip
+    return f"{said} {', '.join(notes)}".rstrip()
 
 
 def text(report: dict[str, Any], most: int) -> str:
-    """A summary, and of the rows the `most` that differ most and those that are SLOWER."""
-    pairs = [(Job(results.case_of(row), row["statistics"]), row) for row in report["rows"]]
-    timed = [row for _, row in pairs if "ratio" in row]
-    far = sorted(timed, key=lambda row: -abs(math.log(row["ratio"])))[:most]
+    """The rows with the largest ratios first, those slower than eager, and a summary."""
+    rows = report["rows"]
+    timed = [row for row in rows if "ratio" in row]
+    failed = [row for row in rows if "ratio" not in row]
+    beaten = sorted((row for row in timed if is_beaten(row)),
+                    key=lambda row: -row["new_us"] / row["eager_us"])  # fmt: skip
+    slow = sum(row["slower"] for row in rows)
     head = f"{'case':<52}{'old us':>10}{'new us':>10}{'ratio':>8}  {'range':<11}  {'bits':<7}"
-    shown = [line(job, row) for job, row in pairs if row["slower"] or row in far]
-    skipped = [line(job, row) for job, row in pairs if "problems" in row and not row["slower"]]
-    lines = [head, *shown, *skipped[:most], f"{len(timed) - len(far)} rows differ less", ""]
+    head += f"{'eager us':>10}{'ratio':>8}" if any("eager_us" in row for row in timed) else ""
+    lines = [head, *map(line, timed[: max(most, slow)])]
+    if beaten:
+        lines += ["", f"slower than eager PyTorch: {len(beaten)}", *map(line, beaten[:most])]
+    lines += ["", *map(line, failed[:most])]
     groups: dict[str, list[float]] = {}
-    for job, row in pairs:
-        if "ratio" in row:
-            kind = "mixed " if job.case.mixed else ""
-            groups.setdefault(f"{kind}{row['op']}", []).append(row["ratio"])
+    for row in timed:
+        mixed = "mixed " if results.case_of(row).mixed else ""
+        groups.setdefault(f"{mixed}{row['op']}", []).append(row["ratio"])
     for group, ratios in groups.items():
         mean = math.exp(statistics.fmean(map(math.log, ratios)))
-        lines.append(
-            f"{group:<28}{len(ratios):>4} cases: mean ratio {mean:.4f}, "
-            f"{min(ratios):.3f} to {max(ratios):.3f}"
-        )
-    differ = sum(not row["same_bits"] for row in timed)
+        lines.append(f"{group:<28}{len(ratios):>4} cases: mean ratio {mean:.4f}, "
+                     f"{min(ratios):.3f} to {max(ratios):.3f}")  # fmt: skip
     return "\n".join([
         *lines,
-        f"{len(timed)} compared, {len(pairs) - len(timed)} not, {len(report['left_out'])} left out "
-        f"for time; {differ} differ in some bit; {sum(row['slower'] for _, row in pairs)} SLOWER",
+        f"{len(timed)} compared, {len(failed)} not, {len(report['left_out'])} left out for time; "
+        f"{sum(not row['same_bits'] for row in timed)} differ in some bit; {slow} SLOWER by more "
+        f"than {report['percent']:g}% and {report['us']:g} us",
     ])  # fmt: skip
 
 
@@ -316,31 +282,42 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--old", type=Path, required=True)
     parser.add_argument("--new", type=Path, required=True)
-    parser.add_argument("--cases", help='part of the names to compare, e.g. "backward 32768x"')
-    parser.add_argument("--sweep", type=int, default=0, help="so many sizes of the sweep too")
-    parser.add_argument("--seconds", type=float, default=480)
-    parser.add_argument("--lines", type=int, default=80, help="rows shown; the file holds all")
+    parser.add_argument("--eager", action="store_true", help="time eager PyTorch too")
+    parser.add_argument("--ops", default="*", help='patterns of operators: "rms_*,add_backward"')
+    parser.add_argument("--dtypes", default="", help='"bf16,float32,bf16+fp32"')
+    parser.add_argument("--cases", default="", help='parts of names: "8192x,per-token"')
+    parser.add_argument("--page", action="store_true", help="the benchmark page's cases alone")
+    parser.add_argument("--sweep", type=int, default=0, help="so many points of the sweep too")
+    parser.add_argument("--sweep-groups", type=int, default=0, help="and of groups of odd shapes")
+    parser.add_argument("--percent", type=float, default=3.0, help="SLOWER is by more than this")
+    parser.add_argument("--us", type=float, default=0.3, help="and by more microseconds than this")
+    parser.add_argument("--limit-seconds", type=float, default=480)
+    parser.add_argument("--lines", type=int, default=40, help="rows shown; the file holds all")
     arguments = parser.parse_args(argv)
 
     start = time.monotonic()
-    cases = [case for case in CASES if not arguments.cases or arguments.cases in case.name]
-    points = sweep.points()  # in a random order
-    jobs = jobs_of([*cases, *points[: arguments.sweep]])
+    points = [*sweep.points()[: arguments.sweep],
+              *sweep.group_points()[: arguments.sweep_groups]]  # fmt: skip
+    cases = [*(CASES if arguments.page else the_list()), *points]
+    jobs = jobs_of(cases, arguments.ops, arguments.dtypes, arguments.cases)
+    if not jobs:
+        parser.error("no case is left by these filters")
     with tempfile.TemporaryDirectory() as folder:
-        old, new = (
-            Side(label, find_library(path, Path(folder) / label))
-            for label, path in (("old", arguments.old), ("new", arguments.new))
-        )
-        try:
-            for side in (old, new):
-                print(f"{side.label}: {side.start()}", flush=True)
-            spent = time.monotonic() - start
-            report = compare(jobs, old, new, arguments.seconds - spent)
-        finally:
-            for side in (old, new):
-                side.stop()
+        sides = [
+            Side(label, load(find_library(path, Path(folder) / label), number, Path(folder)))
+            for number, (label, path) in enumerate((("old", arguments.old), ("new", arguments.new)))
+        ]
+    for side in sides:
+        print(f"{side.label}: {getattr(torch.ops, side.namespace)._build_info()}", flush=True)
+    if arguments.eager:
+        sides.append(Side("eager"))
+    # A kernel that never ends would hold the process for ever.
+    faulthandler.dump_traceback_later(arguments.limit_seconds + 60, exit=True)
+    timing.warm_up_device()
+    spent = time.monotonic() - start
+    report = compare(jobs, sides, arguments.limit_seconds - spent, arguments.percent, arguments.us)
+    faulthandler.cancel_dump_traceback_later()
     out = Path(os.environ.get("OUT", results.ROOT / "build"))
-    out.mkdir(parents=True, exist_ok=True)
     results.write(out / "compare.json", {**results.stamp(), **report})
     print(text(report, arguments.lines))
     print(f"{time.monotonic() - start:.0f} s; written: {out / 'compare.json'}")

@@ -71,10 +71,14 @@ def select(names: str | None) -> dict[str, Model]:
 def halved(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Casts the model, except modules that must stay in float32 (diffusers' Wan)."""
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_floating_point() and kept.isdisjoint(name.split(".")):
-            tensor.data = tensor.data.to(dtype)
-    return model
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    wide = {id(tensor) for name, tensor in named if not kept.isdisjoint(name.split("."))}
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        is_cast = tensor.is_floating_point() and id(tensor) not in wide
+        return tensor.to(dtype) if is_cast else tensor
+
+    return model._apply(cast)  # not by .data: a buffer may be a view, whose base keeps its dtype
 
 
 @dataclass(frozen=True)
@@ -330,13 +334,12 @@ def profile(group: list[Measured]) -> list[dict[str, Any]]:
 
 def in_channels_last(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    for tensor in itertools.chain(module.parameters(), module.buffers()):
-        if tensor.dim() in formats:
-            tensor.data = tensor.data.contiguous(memory_format=formats[tensor.dim()])
-    return module, {
-        name: value.contiguous(memory_format=formats.get(value.dim(), torch.contiguous_format))
-        for name, value in inputs.items()
-    }
+
+    def laid(tensor: torch.Tensor) -> torch.Tensor:
+        how = formats.get(tensor.dim(), torch.preserve_format)
+        return tensor.to(memory_format=how)
+
+    return module._apply(laid), {name: laid(value) for name, value in inputs.items()}
 
 
 def _median_ms(profiles: list[list[timing.Kernel]], counts: Callable[[str], bool]) -> float:

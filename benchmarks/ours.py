@@ -103,12 +103,14 @@ def require_kernels() -> str:
     return built
 
 
-def missing_operator(case: Case, *, statistics: bool = False) -> str | None:
+def missing_operator(
+    case: Case, *, statistics: bool = False, namespace: str = "fused_layernorm"
+) -> str | None:
     """The case's operator if the loaded library has no kernel for it here, else None."""
     name = case.family.operators[case.backward] + ("_forward" if statistics else "")
-    known = hasattr(torch.ops.fused_layernorm, name)
+    known = hasattr(getattr(torch.ops, namespace), name)
     key = timing.DEVICE.upper()
-    qualified = f"fused_layernorm::{name}"
+    qualified = f"{namespace}::{name}"
     if known and torch._C._dispatch_has_computed_kernel_for_dispatch_key(qualified, key):
         return None
     return name
@@ -142,13 +144,15 @@ def _arguments(case: Case, overload: OpOverload, tensors: Tensors) -> dict[str, 
     return found
 
 
-def ours(case: Case, t: Tensors, *, statistics: bool = False) -> Call:
+def ours(
+    case: Case, t: Tensors, *, statistics: bool = False, namespace: str = "fused_layernorm"
+) -> Call:
     """A call of this package's operator on one input; forward with mean and rstd if `statistics`.
 
     Backward gives the gradients of its family. The operators must be registered, by `import
     fused_layernorm` or by loading the library alone.
     """
-    ops, family = torch.ops.fused_layernorm, case.family
+    ops, family = getattr(torch.ops, namespace), case.family
     forward, backward = family.operators
     tensors = {**t, "input": t["x"]} if "x" in t else t
     if not case.backward:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import CASES, Case
+from benchmarks.cases import KNOWN, Case
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -160,10 +160,7 @@ def case_of(row: dict[str, Any]) -> Case:
         **{key: row[key] for key in KEYS if key in row},
         image=tuple(row["shape"]) if "shape" in row else None,
     )
-    return _KNOWN.get(plain.name, plain)
-
-
-_KNOWN = {case.name: case for case in CASES}
+    return KNOWN.get(plain.name, plain)
 
 
 def verdict(case: Case, row: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ more than 10% from L2, is missed. The results file gets the slower points, at le
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import statistics
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import providers, report, results, timing
-from benchmarks.cases import Case
+from benchmarks.cases import Case, make_case
 from benchmarks.families import Tensors
 from benchmarks.ours import require_kernels
 from benchmarks.run import configure_compile, precompile
@@ -62,6 +63,28 @@ def points(rows: tuple[int, ...] = ROWS, cols: list[int] = COLS) -> list[Case]:
     ]
     random.Random(0).shuffle(cases)
     return cases
+
+
+def group_points(count: int = 300, seed: int = 72) -> list[Case]:
+    """Groups of odd shapes: channels and positions that are no multiple of 8, small tensors, one
+    group, one position, in both layouts and both ways."""
+    draw = random.Random(seed)
+    cases: dict[str, Case] = {}
+    while len(cases) < count:
+        per_group, groups = (
+            draw.choice((1, 2, 3, 5, 6, 8, 12, 24, 30, 64)),
+            draw.choice((1, 1, 2, 3, 4, 5, 8, 16, 32)),
+        )
+        height, width = (draw.choice((1, 2, 3, 5, 7, 8, 9, 14, 15, 31, 37, 56)) for _ in range(2))
+        image = (draw.choice((1, 2, 3, 5, 8, 32, 64)), groups * per_group, height, width)
+        if per_group * height * width == 1 or math.prod(image) > 1 << 23:
+            continue  # PyTorch refuses to normalize one value
+        dtype = draw.choice(("bfloat16", "bfloat16", "float32", "float16"))
+        name = f"group_{draw.choice(('', 'silu_'))}{draw.choice(('', 'nhwc_'))}"
+        case = make_case(f"{name}{draw.choice(('forward', 'backward'))}", image, dtype,
+                         groups=groups)  # fmt: skip
+        cases[case.name] = case
+    return [*cases.values()]
 
 
 class Buffers:

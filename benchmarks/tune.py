@@ -12,8 +12,8 @@ parts, and for none where a strategy lacks the part; the fastest plans are then 
 Each plan is timed once: options without a plan, and those that give a plan already listed, are
 named and not timed. --list prints the options of each case and times nothing, also without a GPU.
 Each result is compared with PyTorch's own, so that a fast but wrong plan is noticed. That
-comparison slows some kernels down (benchmarks/compare.py says which), so plans that load in
-different ways are better timed with --no-check.
+comparison leaves other data in L2, and what makes room there first then takes some 5% longer: plans
+that load in different ways are better timed with --no-check.
 """
 
 from __future__ import annotations

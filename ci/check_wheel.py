@@ -5,7 +5,6 @@ python ci/check_wheel.py dist/fused_layernorm-*.whl
 """
 
 import argparse
-import importlib.util
 import re
 import subprocess
 import sys
@@ -31,12 +30,8 @@ FORBIDDEN_FILES = r"\.(cu|cuh|cpp|h|o|pyc)$"
 # library of CUDA or of Python.
 AUTOGRAD_LIBRARIES = LIBRARIES + r"|libc10\.so"
 
-_path = Path(__file__).resolve().parents[1] / "csrc" / "per_torch" / "build.py"
-_spec = importlib.util.spec_from_file_location("autograd_build", _path)
-assert _spec is not None
-assert _spec.loader is not None
-autograd_build = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(autograd_build)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "build_tools"))
+import per_torch  # noqa: E402
 
 
 def read(*command: str) -> list[str]:
@@ -52,11 +47,9 @@ def autograd_complaints(archive: zipfile.ZipFile, folder: str) -> list[str]:
     need torch's CPU libraries alone.
     """
     found = []
-    path_of = autograd_build.autograd_library.path_of
-    expected = {
-        str(path_of(autograd_build.minor_of(release), Path("fused_layernorm/autograd")))
-        for release in autograd_build.RELEASES
-    }
+    path_of, folder_of = per_torch.autograd_library.path_of, Path("fused_layernorm/autograd")
+    minors = map(per_torch.minor_of, per_torch.RELEASES)
+    expected = {str(path_of(minor, folder_of)) for minor in minors}
     names = {name for name in archive.namelist() if name.startswith("fused_layernorm/autograd/")}
     found += [f"{name} is missing" for name in sorted(expected - names)]
     found += [f"{name} does not belong" for name in sorted(names - expected)]

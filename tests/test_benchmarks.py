@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch._functorch.config
 
+import fused_layernorm
+
 ROOT = Path(__file__).resolve().parent.parent
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("no benchmarks beside these tests", allow_module_level=True)
@@ -31,7 +33,7 @@ from benchmarks import (  # noqa: E402  # noqa: E402
     tune,
     turns,
 )
-from benchmarks.cases import CASES, OPS, Case, parse_case  # noqa: E402
+from benchmarks.cases import CASES, OPS, Case, parse_case, the_list  # noqa: E402
 
 
 @pytest.fixture
@@ -172,38 +174,94 @@ class FakeSide(compare.Side):
     """A build that takes `us` microseconds, or cannot prepare anything if that is None."""
 
     def __init__(self, label, us, bits=1):
-        super().__init__(label, Path())
-        self.us, self.bits, self.asked = us, bits, []
+        super().__init__(label)
+        self.us, self.given, self.prepared = us, bits, 0
 
-    def ask(self, *command):
-        self.asked.append(command[0])
+    def prepare(self, job, inputs):
+        self.prepared += 1
         if self.us is None:
             raise compare.Failed("no such kernel")
-        return {"prepare": [self.bits], "time": self.us, "free": None}[command[0]]
+
+    def time(self, seconds):
+        return self.us
+
+    def bits(self):
+        return [torch.tensor(self.given)]
 
 
-JOBS = compare.jobs_of([Case("forward", 64, 64, "float32"), Case("backward", 64, 64, "float32")])
+JOBS = compare.jobs_of([parse_case("8192x4096 fp32 forward"), Case("backward", 8, 8, "float32")])
 
 
 @pytest.mark.parametrize(
     ("old_us", "new_us", "slower", "said"),
     [
-        (100.0, 100.9, False, "; 3 differ in some bit; 0 SLOWER"),
-        (2.0, 2.09, False, "0 SLOWER"),
-        (2.0, 2.11, True, "3 SLOWER"),
+        (100.0, 102.9, False, "; 3 differ in some bit; 0 SLOWER"),
+        (2.0, 2.29, False, "0 SLOWER"),
+        (100.0, 103.1, True, "3 SLOWER by more than 3% and 0.3 us"),
         (None, 1.0, False, "skipped old: no such kernel"),  # it may lack the operator
         (1.0, None, True, "FAILED new: no such kernel"),
     ],
 )
-def test_compare_flags_what_is_slower(old_us, new_us, slower, said):
-    old, new = FakeSide("old", old_us), FakeSide("new", new_us, bits=2)
-    made = compare.compare(JOBS, old, new, 60)
+def test_compare_flags_what_is_slower(old_us, new_us, slower, said, on_cpu):
+    sides = [FakeSide("old", old_us), FakeSide("new", new_us, bits=2)]
+    made = compare.compare(JOBS, [*sides, FakeSide("eager", 102.0)], 60)
     assert [row["slower"] for row in made["rows"]] == [slower] * 3
     assert said in compare.text(made, 100)
+    assert ("slower than eager PyTorch: 3" in compare.text(made, 100)) == (new_us == 103.1)
     again = slower and new_us is not None  # what looks slower is measured again
     assert ("first_ratio" in made["rows"][0]) == again
-    assert old.asked.count("prepare") == new.asked.count("prepare") == 3 * (1 + again)
-    assert compare.compare(JOBS, old, new, -1)["left_out"] == [job.name for job in JOBS]
+    assert [side.prepared for side in sides] == 2 * [3 * (1 + again)]
+    assert compare.compare(JOBS, sides, -1)["left_out"] == [job.name for job in JOBS]
+
+
+def test_compare_shows_the_worst_first(on_cpu):
+    new = FakeSide("new", 0.0)
+    new.time = lambda seconds: new.prepared * 10.0  # type: ignore[method-assign]
+    made = compare.compare(JOBS, [FakeSide("old", 100.0), new], 60)
+    assert [row["ratio"] for row in made["rows"]] == [0.3, 0.2, 0.1]
+    shown = compare.text(made, 1).splitlines()
+    assert shown[1].split()[:2] == ["backward", "8x8"]
+    assert shown[2] == ""
+
+
+def test_compare_takes_a_part_of_the_list():
+    cases = the_list()
+    assert len({case.name for case in cases}) == len(cases)
+    assert {*CASES} < {*cases}
+    assert max(case.tensor_bytes for case in cases) == 1 << 30
+    some = compare.jobs_of(cases, "rms_*,add_forward", "bf16,fp16+fp32", "x4096 ,x768 ")
+    assert {job.case.op for job in some} == {"rms_forward", "rms_backward", "add_forward"}
+    assert {job.case.dtype for job in some} == {"bfloat16"}
+    assert {job.case.cols for job in some} == {4096, 768}
+    points = sweep.group_points()
+    assert len({case.name for case in points}) == 300
+    assert points[:9] == sweep.group_points(9)
+
+
+def test_two_builds_in_one_process(tmp_path):
+    """Each has operators of its own, and neither those of the package."""
+    library = Path(fused_layernorm.__file__).parent / "libfused_layernorm.so"
+    if not library.exists():
+        pytest.skip("no library beside the package")
+    program = f"""
+import torch
+from pathlib import Path
+from benchmarks import compare
+from benchmarks.ours import missing_operator
+from benchmarks.cases import parse_case
+names = [compare.load(compare.find_library(Path({str(library.parent)!r}), None), number,
+                      Path({str(tmp_path)!r})) for number in (0, 1)]
+device = dict(capability=90, sms=132, shared_memory=232448, l2_bytes=50 << 20)
+old, new = (getattr(torch.ops, name) for name in names)
+plan = lambda ops: ops._plan(4096, 4096, torch.bfloat16, backward=True, **device)
+before = plan(new)
+old._force("strategy=stream")
+assert plan(new) == before != plan(old)
+assert not hasattr(torch.ops.fused_layernorm, "_plan")
+case = parse_case("8x8 fp32 forward")
+assert missing_operator(case, namespace="no_such_build") == "layer_norm"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 def test_overhead_measures_steps_and_device_times(on_cpu, monkeypatch):
@@ -252,8 +310,10 @@ def test_models_variants_are_what_they_say(monkeypatch):
     assert of_class["OrderedDict"] is stock
     eager, _ = models.prepared(model, "eager")
     assert [type(one[1]) for one in (swapped, eager)] == [FusedLayerNorm, torch.nn.LayerNorm]  # type: ignore[index]
+    model[0].register_buffer("row", torch.zeros(2, 8)[0])
     halves = models.halved(model, torch.float16).state_dict().values()
-    assert [tensor.dtype for tensor in halves] == [torch.float16] * 2 + [torch.float32] * 2
+    assert [tensor.dtype for tensor in halves] == [torch.float16] * 3 + [torch.float32] * 2
+    assert model[0].row._base is None, "its base would have another dtype, which Dynamo refuses"
 
 
 TURN = """

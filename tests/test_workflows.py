@@ -78,7 +78,7 @@ def test_locks_hold_their_group_by_version_and_hash(path):
 
 
 def test_the_headers_of_torch_are_named_by_hash():
-    releases = runpy.run_path(str(ROOT / "csrc" / "per_torch" / "build.py"))["RELEASES"]
+    releases = runpy.run_path(str(ROOT / "build_tools" / "per_torch.py"))["RELEASES"]
     digests = [digest for of_both in releases.values() for digest in of_both]
     assert len(set(digests)) == 2 * len(releases)
     assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-# The operators are torch.ops.<namespace>. csrc/bindings/namespace.h has the same name; a build by
-# ci/hf_kernels.py has another in both places.
+# The operators are torch.ops.<namespace>; csrc/bindings/namespace.h has the same name.
 NAMESPACE = "fused_layernorm"
 
 try:

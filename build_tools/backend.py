@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The build backend: that of setuptools, for the torch and the nvcc that are there already.
 
-pip builds in an environment of its own, in which it would install the newest torch, some gigabytes
-that need not be the release that the package is to run under. But it runs there the Python that it
-installs for, whose folder of packages is known. So the build takes torch from that folder, and asks
-for one only where it has none; for the nvcc of Python packages it asks where the machine has no
-CUDA toolkit and kernels are wanted.
-
-A front end that builds in a virtual environment (uv, python -m build) hides what it installs for:
-there the newest torch is fetched.
+pip builds in an environment of its own, but by the Python that it installs for, whose folder of
+packages is known. The build takes torch from there, and asks for one only where there is none; for
+the nvcc of Python packages it asks where the machine has no CUDA toolkit and kernels are wanted.
+(A front end that builds in a virtual environment, as uv does, hides that folder: there the newest
+torch is fetched.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nvcc that a build takes, of a toolkit or of Python packages, for setup.py and the backend.
-
-CUDA_HOME, CUDA_PATH, PATH and FUSED_LAYERNORM_CUDA decide, as the top of setup.py says.
-"""
+"""The nvcc that a build takes, of a toolkit or of packages: the top of setup.py says which."""
 
 from __future__ import annotations
 
@@ -42,10 +39,6 @@ class Nvcc(NamedTuple):
         return "Python packages" if self.in_packages else "a toolkit"
 
 
-def has_nvcc(home: str | Path) -> bool:
-    return (Path(home) / "bin" / "nvcc").is_file()
-
-
 def toolkit_home() -> Path | None:
     """The root of the first CUDA toolkit that has an nvcc, or None."""
     candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
@@ -53,24 +46,22 @@ def toolkit_home() -> Path | None:
         # The nvcc on PATH may be a link or a script: nvcc itself knows where its toolkit lies.
         top = re.search(r"^#\$ TOP=(.+)$", run(nvcc, "-v", "--dryrun", "none.cu"), re.MULTILINE)
         candidates.append(top[1].strip() if top else str(Path(nvcc).resolve().parents[1]))
-    candidates += ["/usr/local/cuda", *sorted(glob("/usr/local/cuda-*"), reverse=True)]
-    candidates += ["/opt/cuda", "/usr/lib/cuda"]
-    found = next((home for home in candidates if home and has_nvcc(home)), None)
-    return Path(found).resolve() if found else None
+    candidates += ["/usr/local/cuda", *sorted(glob("/usr/local/cuda-*"), reverse=True), "/opt/cuda",
+                   "/usr/lib/cuda"]  # fmt: skip
+    homes = [Path(home) for home in candidates if home]
+    return next((home.resolve() for home in homes if (home / "bin" / "nvcc").is_file()), None)
 
 
 def packages_home() -> Path | None:
-    """The folder nvidia/cu13, or that of a newer CUDA, to which NVIDIA's packages install an nvcc.
-
-    nvcc, its headers and the runtime come in separate packages. A folder that lacks one of them is
-    not used.
-    """
+    """The folder nvidia/cu13, or that of a newer CUDA, if NVIDIA's packages, which come apart, have
+    put nvcc, its headers and the runtime there."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or []) if spec else []
     homes = [home for folder in folders for home in Path(folder).glob("cu[0-9]*")]
     for home in sorted(homes, key=lambda home: int(home.name[2:]), reverse=True):
-        parts = ["nvvm/bin/cicc", "include/cuda_runtime.h", "include/crt", "lib/libcudart_static.a"]
-        if has_nvcc(home) and all((home / part).exists() for part in parts):
+        parts = ["bin/nvcc", "nvvm/bin/cicc", "include/cuda_runtime.h", "include/crt",
+                 "lib/libcudart_static.a"]  # fmt: skip
+        if all((home / part).exists() for part in parts):
             return home
     return None
 
