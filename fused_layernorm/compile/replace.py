@@ -62,13 +62,14 @@ def check(site: Site, effects: Effects, functional: bool) -> Replacement:
     narrowed = None if effects.is_written(site.y) else autocast.narrowed(site.y)
     arguments = _arguments(site, dtype_of(site.y) if narrowed is None else narrowed.dtype)
     operands = _nodes(values(arguments))
-    start = min(_read_nodes(site, arguments))
+    reads = _read_nodes(site, arguments)
+    start = min(reads)
     after = max([site.residual_out, *operands]) if site.residual_out is not None else None
     is_activated = site.activation is not None or site.factor != 1.0
     if arguments.is_modulated and is_activated and not site.is_activated_after_modulation:
         raise NotFused("no operator has both a gate and an activation")
     _check_order(site, after)
-    _check_effects(site, arguments, start, effects)
+    _check_effects(site, arguments, reads, start, effects)
     if not functional:
         _check_saved(site, arguments, start, effects)
     return Replacement(site, arguments, after, narrowed)
@@ -190,13 +191,19 @@ def _check_order(site: Site, after: Node | None) -> None:
         return
     if site.y < after:
         raise NotFused(f"{after.name} comes after the norm")
+    gone: set[Node] = set()  # what the operator leaves without a user
+    for node in sorted(site.nodes, reverse=True):
+        if node in (site.y, site.residual_out) or gone.issuperset(node.users):
+            gone.add(node)
     for user in site.residual_out.users:
-        if user not in site.nodes and user <= after:
+        if user not in gone and user <= after:
             raise NotFused(f"{user.name} uses the sum before {after.name} is there")
 
 
-def _check_effects(site: Site, arguments: Arguments, start: Node, effects: Effects) -> None:
-    if not effects.in_one_region(site.nodes):
+def _check_effects(
+    site: Site, arguments: Arguments, reads: set[Node], start: Node, effects: Effects
+) -> None:
+    if not effects.in_one_region(reads):
         raise NotFused("autocast or the gradient mode changes in between")
     if (node := effects.write_between(_nodes(values(arguments)), start, site.y)) is not None:
         raise NotFused(f"{node.name} writes into an operand in between")
@@ -204,8 +211,8 @@ def _check_effects(site: Site, arguments: Arguments, start: Node, effects: Effec
         node = effects.write_between([site.residual_out], site.residual_out, site.y)
         if node is not None:
             raise NotFused(f"{node.name} writes into the sum before it is normalized")
-    inner = site.nodes - {site.y, site.residual_out}
-    if (node := effects.write_between(inner, start)) is not None:
+    inner = reads - {site.y, site.residual_out}
+    if (node := effects.write_between(inner, start, site.y)) is not None:
         raise NotFused(f"{node.name} writes into what is computed in between")
 
 
