@@ -291,4 +291,4 @@ if __name__ == "__main__":
     for start in range(first, first + PROGRAMS, 1000):
         for line in run(range(start, min(start + 1000, first + PROGRAMS)), counts):
             print(line, flush=True)
-    print(f"{time.monotonic() - begin:.0f} s, {dict(counts)}")
+        print(f"{time.monotonic() - begin:.0f} s, {dict(counts)}", flush=True)
