@@ -183,6 +183,7 @@ def test_parts_joined_again(device):
         "torch.cat([h[:, :2], h[:, 3:]], dim=1)",
         "torch.cat([h[:, :2], h[:, 2:-1]], dim=1)",
         "torch.cat([h[:, :2], h[:, 2:]], dim=1).mul_(2)",
+        "torch.cat([h.mT[:, :2], h.mT[:, 2:]], dim=1).mT",  # of other strides
     ],
 )
 def test_other_parts_joined(device, join):
@@ -361,6 +362,8 @@ SAID: dict[str, tuple[list[Any], list[str], str]] = {
     "h = residual + x; other = mod * 2; other.mul_(2); y = norm(h); y.mul_(2); y, h, other":
     ([ADD], RESIDUAL, ""),
     "with torch.no_grad(): h = residual + x; norm(h, weight)": ([PLAIN], [], "gradient mode"),
+    "c = x.bfloat16(); with torch.no_grad(): h = c.float(); norm(h, weight)":
+    ([None], [], "gradient mode"),
     # The operator's sum would be contiguous.
     "y, z = (a.mT.contiguous().mT for a in (x, residual)); h = y + z; norm(h), h":
     ([PLAIN], [], "not contiguous"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import warnings
@@ -17,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..ops import aten_forward
 from . import gated, groups, replace, rotations, rules, sites
 from .effects import Effects, name_of_target
-from .reading import origin, read, value_of
+from .reading import dtype_of, origin, read, value_of
 from .replace import NotFused
 from .rules import Choice, Columns, Problem
 from .sites import Site
@@ -134,8 +135,10 @@ def _join(graph: Graph, effects: Effects) -> None:
         (whole,) = call.operands
         device = value_of(node).device.type
         if device in rules.DEVICES and not any(user in outputs for user in node.users):
-            node.replace_all_uses_with(whole)
-            replace.erase(node, graph)
+            with contextlib.suppress(NotFused):
+                replace.check_alike(node, whole, dtype_of(node))
+                node.replace_all_uses_with(whole)
+                replace.erase(node, graph)
 
 
 _CATS = (torch.cat, torch.ops.aten.cat.default)

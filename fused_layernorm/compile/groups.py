@@ -23,7 +23,7 @@ from ..ops.operators import Arguments
 from . import patterns, sites
 from .patterns import Viewed
 from .reading import Call, dtype_of, is_tensor, read, reads, value_of
-from .replace import NotFused, check_alike
+from .replace import NotFused, check_alike, is_run
 from .rules import Fusion
 from .sites import Site, are_equal
 
@@ -125,7 +125,9 @@ def find(node: Node) -> GroupSite | None:
         return None
     form = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
     site = GroupSite(node, form, input, 1, weight, bias, eps, y=node, nodes=frozenset({node}))
-    site.num_groups, site.saved = num_groups, input
+    site.num_groups = num_groups
+    if is_run([*value_of(input).shape], [*value_of(input).stride()], 1):
+        site.saved = input  # of other inputs PyTorch saves a copy
     return sites.with_statistics(site, "native_group_norm")
 
 

@@ -141,7 +141,7 @@ def _name(name: str, value: Any, match: Match) -> Iterator[Match]:
         path = before_casts(value, only_widening=name != "norm")
         known = match.values[name] if name == "norm" else origin(match.values[name])
         if known in path:
-            yield match.passing(*path[: path.index(known)]) if name == "norm" else match
+            yield match.passing(*path[: path.index(known)])
     elif is_number(value) if name in _NUMBERS else is_tensor(value):
         yield match._replace(values={**match.values, name: value})
 

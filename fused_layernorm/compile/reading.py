@@ -63,7 +63,7 @@ def is_number(value: Any) -> bool:
 # ---- A reader for each operation: its signature has the arguments that it understands ------------
 
 _Reader = Callable[..., Call | None]
-_readers: dict[Any, _Reader] = {}
+_readers: dict[Any, tuple[_Reader, inspect.Signature]] = {}
 _readers_of_nodes: dict[Any, _Reader] = {}  # these take the node itself
 
 
@@ -75,7 +75,10 @@ def reads(*targets: Any, node: bool = False) -> Callable[[_Reader], _Reader]:
 
     def register(reader: _Reader) -> _Reader:
         for target in targets:
-            (_readers_of_nodes if node else _readers)[target] = reader
+            if node:
+                _readers_of_nodes[target] = reader
+            else:
+                _readers[target] = reader, inspect.signature(reader)
         return reader
 
     return register
@@ -89,11 +92,11 @@ def read(value: Any) -> Call | None:
         return None
     if value.target in _readers_of_nodes:
         return _readers_of_nodes[value.target](value)
-    reader = _readers.get(value.target)
-    if reader is None:
+    if value.target not in _readers:
         return None
+    reader, signature = _readers[value.target]
     try:
-        bound = inspect.signature(reader).bind(*value.args, **value.kwargs)
+        bound = signature.bind(*value.args, **value.kwargs)
     except TypeError:
         return None
     return reader(*bound.args, **bound.kwargs)

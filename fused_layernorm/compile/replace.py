@@ -62,13 +62,14 @@ def check(site: Site, effects: Effects, functional: bool) -> Replacement:
     narrowed = None if effects.is_written(site.y) else autocast.narrowed(site.y)
     arguments = _arguments(site, dtype_of(site.y) if narrowed is None else narrowed.dtype)
     operands = _nodes(values(arguments))
-    start = min(_read_nodes(site, arguments))
+    reads = _read_nodes(site, arguments)
+    start = min(reads)
     after = max([site.residual_out, *operands]) if site.residual_out is not None else None
     is_activated = site.activation is not None or site.factor != 1.0
     if arguments.is_modulated and is_activated and not site.is_activated_after_modulation:
         raise NotFused("no operator has both a gate and an activation")
     _check_order(site, after)
-    _check_effects(site, arguments, start, effects)
+    _check_effects(site, arguments, reads, start, effects)
     if not functional:
         _check_saved(site, arguments, start, effects)
     return Replacement(site, arguments, after, narrowed)
@@ -190,13 +191,19 @@ def _check_order(site: Site, after: Node | None) -> None:
         return
     if site.y < after:
         raise NotFused(f"{after.name} comes after the norm")
+    gone: set[Node] = set()  # what the operator leaves without a user
+    for node in sorted(site.nodes, reverse=True):
+        if node in (site.y, site.residual_out) or gone.issuperset(node.users):
+            gone.add(node)
     for user in site.residual_out.users:
-        if user not in site.nodes and user <= after:
+        if user not in gone and user <= after:
             raise NotFused(f"{user.name} uses the sum before {after.name} is there")
 
 
-def _check_effects(site: Site, arguments: Arguments, start: Node, effects: Effects) -> None:
-    if not effects.in_one_region(site.nodes):
+def _check_effects(
+    site: Site, arguments: Arguments, reads: set[Node], start: Node, effects: Effects
+) -> None:
+    if not effects.in_one_region(reads):
         raise NotFused("autocast or the gradient mode changes in between")
     if (node := effects.write_between(_nodes(values(arguments)), start, site.y)) is not None:
         raise NotFused(f"{node.name} writes into an operand in between")
@@ -204,8 +211,8 @@ def _check_effects(site: Site, arguments: Arguments, start: Node, effects: Effec
         node = effects.write_between([site.residual_out], site.residual_out, site.y)
         if node is not None:
             raise NotFused(f"{node.name} writes into the sum before it is normalized")
-    inner = site.nodes - {site.y, site.residual_out}
-    if (node := effects.write_between(inner, start)) is not None:
+    inner = reads - {site.y, site.residual_out}
+    if (node := effects.write_between(inner, start, site.y)) is not None:
         raise NotFused(f"{node.name} writes into what is computed in between")
 
 
@@ -327,7 +334,7 @@ def apply(
             check_alike(old, output, dtype)
     # The old examples are kept: they share memory with those of views that stay in the graph.
     values = [value_of(old) for old in olds]
-    if replacement.narrowed is not None or not site.has_rows:
+    if replacement.narrowed is not None or not _have_same_strides(site.y, outputs[0]):
         values[0] = value_of(outputs[0])
     if order is None and site.has_rows:
         maker.set_example(node, values[0] if site.residual_out is None else tuple(values))
@@ -380,7 +387,7 @@ def columns_of(operand: Any, site: Site) -> Columns:
     order = list(range(value.dim())) if site.dim is None else _order(site) or []
     sizes, strides = ([given[i] for i in order] for given in (value.shape, value.stride()))
     first = len(order) - site.normalized_ndim
-    if _is_run(sizes[first:], strides[first:], 1):
+    if is_run(sizes[first:], strides[first:], 1):
         return Columns.TOGETHER
     samples, pixels = first, 1
     while samples and are_equal([strides[samples - 1]], [pixels]):
@@ -389,8 +396,8 @@ def columns_of(operand: Any, site: Site) -> Columns:
     channels = math.prod(sizes[first:])
     are_planes = (
         not (site.residual is not None or site.is_modulated)
-        and _is_run(sizes[first:], strides[first:], pixels)
-        and (not samples or _is_run(sizes[:samples], strides[:samples], strides[samples - 1]))
+        and is_run(sizes[first:], strides[first:], pixels)
+        and (not samples or is_run(sizes[:samples], strides[:samples], strides[samples - 1]))
         and statically_known_true(channels <= _MOST_CHANNELS)
         and (
             statically_known_true(channels <= _MANY_CHANNELS)
@@ -400,7 +407,7 @@ def columns_of(operand: Any, site: Site) -> Columns:
     return Columns.CHANNELS if are_planes else Columns.APART
 
 
-def _is_run(sizes: list[Any], strides: list[Any], step: Any) -> bool:
+def is_run(sizes: list[Any], strides: list[Any], step: Any) -> bool:
     """Whether dimensions are known to lie as one whose elements are `step` apart."""
     expected = [step]
     for size in sizes[:0:-1]:
@@ -417,10 +424,15 @@ def check_alike(old: Node, new: Node, dtype: Any) -> None:
         raise NotFused(f"{old.name} is of device {one.device}, not {other.device}")
     if not are_equal(one.shape, other.shape):
         raise NotFused(f"the shape is not known to be that of {old.name}")
-    # The stride of a dimension of one element does not matter.
-    counted = [i for i, size in enumerate(one.shape) if not are_equal([size], [1])]
-    if not are_equal(*([tensor.stride(i) for i in counted] for tensor in (one, other))):
+    if not _have_same_strides(old, new):
         raise NotFused(f"{old.name} is not contiguous")
+
+
+def _have_same_strides(one: Node, other: Node) -> bool:
+    """As far as it is known; the stride of a dimension of one element does not matter."""
+    tensors = value_of(one), value_of(other)
+    counted = [i for i, size in enumerate(tensors[0].shape) if not are_equal([size], [1])]
+    return are_equal(*([tensor.stride(i) for i in counted] for tensor in tensors))
 
 
 def erase(node: Node, graph: Graph) -> None:

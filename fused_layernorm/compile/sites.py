@@ -367,7 +367,8 @@ def with_sum(site: Site) -> Iterator[Site]:
         for match in matches(PARSED[expression], x, Match({})):
             input, residual = match.values["input"], match.values["residual"]
             gate = match.values.get("gate")
-            residual = _of_dtype(residual, dtype_of(x))
+            path = before_casts(residual, only_widening=True)
+            residual = next((n for n in path[::-1] if dtype_of(n) == dtype_of(x)), None)
             if (
                 residual is not None
                 and are_equal(shape_of(residual), shape_of(x))
@@ -376,7 +377,7 @@ def with_sum(site: Site) -> Iterator[Site]:
             ):
                 yield replace(
                     site,
-                    nodes=site.nodes | match.nodes | casts,
+                    nodes=site.nodes | match.nodes | casts | {*path[: path.index(residual)]},
                     input=input,
                     residual=residual,
                     gate=gate,
@@ -384,9 +385,3 @@ def with_sum(site: Site) -> Iterator[Site]:
                     notes=list(site.notes),
                 )
     yield site
-
-
-def _of_dtype(node: Node, dtype: torch.dtype) -> Node | None:
-    """The node, or the node that it was widened from, whichever has this dtype; else None."""
-    found = [n for n in before_casts(node, only_widening=True) if dtype_of(n) == dtype]
-    return found[-1] if found else None
