@@ -64,10 +64,10 @@ def override_aten() -> AtenOverride:
         handle.undo()
 
     Overrides may begin and end in any order and from any thread, also while other threads compute;
-    when the last one ends, PyTorch's kernels run again. A call that has begun ends as it began. In a
-    build without CUDA kernels, of this package or of PyTorch, under a driver too old for the
-    kernels, and under a torch that this package has no autograd library for, `override_aten` warns
-    and changes nothing.
+    when the last one ends, PyTorch's kernels run again. A call that has begun ends as it began.
+    `override_aten` warns and changes nothing in a build without CUDA kernels, of this package or of
+    PyTorch, under a driver too old for the kernels, and under a torch that this package has no
+    autograd library for.
     """
     reason = load.operators._driver_problem()
     if not reason and (lacking := _lacking_cuda()):

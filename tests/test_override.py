@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -100,13 +101,14 @@ def node(y):
 
 
 OURS = {"FusedLayerNormBackward", "FusedGroupNormBackward"}
-NORMS = {
+ten = torch.ops.aten
+NORMS: dict[str, Any] = {
     "layer": (layer_norm, lambda: nn.LayerNorm(32),
-              lambda *t: torch.native_layer_norm(t[0], (32,), *t[1:], 1e-5)[0]),
+              lambda x, w, b: torch.native_layer_norm(x, (32,), w, b, 1e-5)[0]),
     "rms": (lambda x, weight, bias: F.rms_norm(x, (32,), weight), lambda: nn.RMSNorm(32),
             lambda x, weight, bias: torch._fused_rms_norm(x, (32,), weight, 1e-5)[0]),
     "group": (lambda x, *rest: F.group_norm(x.mT, 4, *rest), lambda: nn.GroupNorm(2, 6),
-              lambda x, *t: torch.native_group_norm(x.mT.contiguous(), *t, 4, 32, 6, 4, 0)[0]),
+              lambda x, w, b: ten.native_group_norm(x.mT.contiguous(), w, b, 4, 32, 6, 4, 0)[0]),
 }  # fmt: skip
 
 
