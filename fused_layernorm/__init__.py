@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused LayerNorm and RMSNorm for PyTorch: CUDA kernels compiled ahead of time, behind its API."""
+"""Fused LayerNorm, RMSNorm and GroupNorm for PyTorch: CUDA kernels compiled ahead of time."""
 
 import re as _re
 import sys as _sys

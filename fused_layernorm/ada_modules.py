@@ -9,18 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from .functional import ada_layer_norm, add_ada_layer_norm
-from .modules import shown
+from .modules import Norm
 from .ops.arguments import check_options, check_statistic
-from .ops.load import operators
-
-_is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
 # torch.fx.symbolic_trace records each of these as one call (modules.py).
 torch.fx.wrap("ada_layer_norm")
 torch.fx.wrap("add_ada_layer_norm")
 
 
-class FusedAdaLayerNorm(nn.LayerNorm):
+class FusedAdaLayerNorm(Norm, nn.LayerNorm):
     """``forward(input, shift, scale)``: :func:`fused_layernorm.ada_layer_norm` as a module.
 
     ``y = layer_norm(input) * (1 + scale) + shift``, fused in forward and in backward. shift and
@@ -33,11 +30,7 @@ class FusedAdaLayerNorm(nn.LayerNorm):
         out_dtype: the result's dtype; by default input's, under autocast on CUDA float32.
     """
 
-    # Attributes that torch.jit.script compiles as constants.
-    __constants__ = [*nn.LayerNorm.__constants__, "statistic", "out_dtype"]  # noqa: RUF012
-
-    # Defaults for modules that were pickled before there was such an attribute.
-    statistic: str = "layer"
+    statistic = "layer"
 
     def __init__(
         self,
@@ -60,10 +53,6 @@ class FusedAdaLayerNorm(nn.LayerNorm):
     def forward(
         self, input: Tensor, shift: Tensor | None = None, scale: Tensor | None = None
     ) -> Tensor:
-        if _is_scripting():
-            modulation = (len(self.normalized_shape), shift, scale)
-            norm = (self.weight, self.bias, self.eps, self.out_dtype, self.statistic)
-            return operators.ada_layer_norm(input, *modulation, *norm)
         return ada_layer_norm(
             input,
             shift,
@@ -75,9 +64,6 @@ class FusedAdaLayerNorm(nn.LayerNorm):
             normalized_shape=self.normalized_shape,
             out_dtype=self.out_dtype,
         )
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + shown(self)
 
 
 class FusedAddAdaLayerNorm(FusedAdaLayerNorm):
@@ -97,10 +83,6 @@ class FusedAddAdaLayerNorm(FusedAdaLayerNorm):
         shift: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if _is_scripting():
-            modulation = (gate, len(self.normalized_shape), shift, scale)
-            norm = (self.weight, self.bias, self.eps, self.out_dtype, self.statistic)
-            return operators.add_ada_layer_norm(input, residual, *modulation, *norm)
         return add_ada_layer_norm(
             input,
             residual,

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from .functional import rms_norm
 from .gated import rms_norm_gated
-from .modules import FusedRMSNorm, _scripted_as, _scripted_eps
+from .modules import FusedRMSNorm
 from .ops import gated
-from .ops.load import operators
 
 # torch.fx.symbolic_trace records each of these as one call.
 torch.fx.wrap("rms_norm")
@@ -32,13 +31,6 @@ class FusedRMSNormGated(FusedRMSNorm):
         gate_first, gate_activation, group_size, round_before_weight, out_dtype: as
             :func:`rms_norm_gated`'s.
     """
-
-    __constants__ = [  # noqa: RUF012
-        *FusedRMSNorm.__constants__,
-        "gate_first",
-        "gate_activation",
-        "group_size",
-    ]
 
     def __init__(
         self,
@@ -73,19 +65,6 @@ class FusedRMSNormGated(FusedRMSNorm):
         self.gate_activation = gate_activation
         self.group_size = group_size
 
-    def _scripted_forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
-        first, activation = self.gate_first, self.gate_activation
-        if gate is None:  # as norm_in_groups of gated.py
-            gate = torch.full_like(input, float("inf"))
-            first, activation = True, "sigmoid"
-        size = self.group_size
-        norm = (self.weight, self.bias, _scripted_eps(self.eps, input))
-        return operators.rms_norm_gated(
-            input, gate, *norm, first, activation, 0 if size is None else size, self.out_dtype,
-            self.weight_offset, self.round_before_weight,
-        )  # fmt: skip
-
-    @_scripted_as(_scripted_forward)
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
         options: Any = {
             "bias": self.bias,

@@ -12,14 +12,12 @@ from torch.nn import functional as F
 
 from . import calls, stock
 from .calls import plain
-from .modules import _options, _scripted_as, shown
+from .modules import Norm, forward_of
 from .ops import arguments, formulas, groups
 from .ops.groups import GroupArguments
-from .ops.load import operators
 from .stock import GroupNorm
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-_FORWARD = stock.GROUP_NORM_FORWARD
 
 # torch.fx.symbolic_trace records each of these as one call.
 torch.fx.wrap("group_norm")
@@ -171,7 +169,7 @@ def as_pytorch_reads(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=suggest_memory_format(x))
 
 
-class FusedGroupNorm(nn.GroupNorm):
+class FusedGroupNorm(Norm, nn.GroupNorm):
     r"""A drop-in :class:`torch.nn.GroupNorm`: the same parameters, state_dict and results, faster.
 
     ``y = activation(group_norm(x) * weight + bias) * scale``, fused in forward and in backward; the
@@ -182,16 +180,7 @@ class FusedGroupNorm(nn.GroupNorm):
         activation, scale, out_dtype: as :class:`FusedLayerNorm`'s, and ``"leaky_relu"``.
     """
 
-    # Attributes that torch.jit.script compiles as constants.
-    __constants__ = [*GroupNorm.__constants__, "activation", "scale", "out_dtype"]  # noqa: RUF012
-
-    # Defaults for an nn.GroupNorm that swap_norms has made a FusedGroupNorm. Such a one takes what
-    # nn.GroupNorm takes, and its result lies as that of nn.GroupNorm.
-    _stock = stock.GroupNorm
-    _is_swapped = False
-    activation: str | None = None
-    scale: float = 1.0
-    out_dtype: torch.dtype | None = None
+    _stock = GroupNorm
 
     def __init__(
         self,
@@ -217,44 +206,21 @@ class FusedGroupNorm(nn.GroupNorm):
         self.scale = scale
         self.out_dtype = out_dtype
 
-    def _scripted_forward(self, input: Tensor) -> Tensor:
-        norm = (self.num_groups, None, None, self.weight, self.bias, self.eps)
-        return operators.group_norm(input, *norm, self.activation, self.scale, self.out_dtype)
+    # The result of a swapped module lies as that of nn.GroupNorm.
+    forward = forward_of(GroupNorm, "group_norm", "num_groups", as_pytorch_reads)
 
-    @_scripted_as(_scripted_forward)
-    def forward(self, input: Tensor) -> Tensor:
-        # The shortest way, as in FusedLayerNorm.
-        if (
-            not _is_compiling()
-            and F.group_norm is stock.group_norm
-            and GroupNorm.forward is _FORWARD
-        ):
-            try:
-                module = self.__dict__
-                parameters = module["_parameters"]
-                weight, bias = parameters["weight"], parameters["bias"]
-                count, eps = module["num_groups"], module["eps"]
-                is_plain = self.activation is None and self.out_dtype is None and self.scale == 1.0
-                if self._is_swapped and type(input) is Tensor:
-                    input = as_pytorch_reads(input)
-            except (AttributeError, KeyError):  # also where another thread unswaps the module
-                is_plain = False
-            if is_plain:
-                y = plain(False, input, count, weight, bias, eps, True)
-                if y is not None:
-                    return y
-        is_swapped = getattr(self, "_is_swapped", None)
-        if is_swapped is None:  # a bound method that outlived unswap_norms
-            return type(self).forward(self, input)
-        weight, bias, eps = self.weight, self.bias, self.eps
-        if is_swapped:
-            is_known = F.group_norm is stock.group_norm and GroupNorm.forward is _FORWARD
-            is_known = is_known and stock.norm_is_supported(input, weight, bias, eps)
-            if not is_known or has_one_value(input, self.num_groups):
-                return GroupNorm.forward(self, input)
-            input = as_pytorch_reads(input)
-        options = _options(self, "activation", "scale", "out_dtype")
-        return group_norm(input, self.num_groups, weight, bias, eps, **options)
+    def _is_known(self, input: Any) -> bool:
+        is_known = F.group_norm is stock.group_norm and super()._is_known(input)
+        return is_known and not has_one_value(input, self.num_groups)
 
-    def extra_repr(self) -> str:
-        return GroupNorm.extra_repr(self) + shown(self)
+    def _fused(self, input: Tensor) -> Tensor:
+        return group_norm(
+            as_pytorch_reads(input) if self._is_swapped else input,
+            self.num_groups,
+            self.weight,
+            self.bias,
+            self.eps,
+            activation=self.activation,
+            scale=self.scale,
+            out_dtype=self.out_dtype,
+        )

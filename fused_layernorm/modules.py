@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,36 +19,15 @@ from .functional import (
     rms_norm,
 )
 from .ops.arguments import check_options, check_statistic, name_of
-from .ops.load import operators
 from .stock import LayerNorm, RMSNorm
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-_LAYER_NORM_FORWARD, _RMS_NORM_FORWARD = stock.LAYER_NORM_FORWARD, stock.RMS_NORM_FORWARD
-
-Forward = TypeVar("Forward", bound=Callable[..., Tensor])
-
-# TorchScript compiles no function with keyword-only defaults: there the modules call the operators.
-_is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
 # branches on its arguments.
 for _norm in ("layer_norm", "rms_norm"):
     torch.fx.wrap(_norm)
     torch.fx.wrap(f"add_{_norm}")
-
-
-def _scripted_as(scripted: Callable[..., Tensor]) -> Callable[[Forward], Forward]:
-    """torch.jit.script compiles `scripted` in the place of a forward that it cannot parse.
-
-    Like inspect, it reads the source of what a function says that it wraps.
-    """
-
-    def decorate(forward: Forward) -> Forward:
-        forward.__wrapped__ = scripted  # type: ignore[attr-defined]
-        return forward
-
-    return decorate
-
 
 # The options of modules, and their defaults.
 _DEFAULTS: dict[str, Any] = {
@@ -61,17 +40,134 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def _options(module: nn.Module, *names: str) -> dict[str, Any]:
-    """These options of a module, which has none of them once another thread has unswapped it."""
-    return {name: getattr(module, name, _DEFAULTS[name]) for name in names}
+def shown(module: nn.Module) -> str:
+    """The options that are not the defaults, as extra_repr shows them."""
+    shown = ""
+    for name, default in _DEFAULTS.items():
+        value = getattr(module, name, default)
+        if value != default:
+            shown += f", {name}={name_of(value) if name == 'out_dtype' else repr(value)}"
+    return shown
+
+
+_NONE: Any = None  # torch.jit.script does not know the annotations of attributes
+
+
+class Norm(nn.Module):
+    """What the modules have beside the class of PyTorch that each stands for.
+
+    The attributes are defaults for a module of PyTorch that a swap has made one of these. Such a
+    one takes what PyTorch's class takes.
+    """
+
+    _stock: Any
+    _is_swapped = False
+    activation = _NONE
+    scale = 1.0
+    out_dtype = _NONE
+    weight_offset = 0.0
+    round_before_weight = False
+
+    def _fused(self, input: Tensor) -> Tensor:
+        """The call of this package's function."""
+        raise NotImplementedError
+
+    def _is_known(self, input: Any) -> bool:
+        """Whether that accepts a call of a swapped module as PyTorch's function does."""
+        norm: Any = self
+        bias = getattr(self, "bias", None)  # a swapped nn.RMSNorm has none
+        return stock.norm_is_supported(input, norm.weight, bias, norm.eps)
+
+    def reset_parameters(self) -> None:
+        """Sets the parameters so that the norm has a factor of one and a bias of zero."""
+        norm: Any = self
+        if norm.weight is not None:
+            # A method that somebody kept finds no offset after an unswap.
+            nn.init.constant_(norm.weight, 1.0 - getattr(self, "weight_offset", 0.0))
+        if getattr(self, "bias", None) is not None:  # nn.RMSNorm calls this before there is one
+            nn.init.zeros_(norm.bias)
+
+    def extra_repr(self) -> str:
+        norm: Any = super()
+        found: str = norm.extra_repr()
+        return found + shown(self)
+
+    def __prepare_scriptable__(self) -> Norm:
+        """torch.jit.script asks for what it compiles: the forward of PyTorch's class."""
+        if not (hasattr(type(self).forward, "__wrapped__") and is_bare(self)):
+            raise NotImplementedError(
+                "expected a module that computes what a class of torch.nn computes, whose forward "
+                f"torch.jit.script compiles, got {self}"
+            )
+        return self
 
 
 def is_bare(module: Any) -> bool:
-    """Whether a FusedLayerNorm or FusedGroupNorm computes what PyTorch's class computes."""
-    return module.activation is None and module.scale == 1.0 and module.out_dtype is None
+    """Whether a module computes what PyTorch's class computes."""
+    return (
+        module.activation is None
+        and module.out_dtype is None
+        and module.scale == 1.0
+        and module.weight_offset == 0.0
+        and not module.round_before_weight
+        and (module._stock is not RMSNorm or getattr(module, "bias", None) is None)
+    )
 
 
-class FusedLayerNorm(nn.LayerNorm):
+def forward_of(cls: Any, function: str, over: str, read: Any = None) -> Callable[..., Tensor]:
+    """The forward of the module that stands for a class of PyTorch.
+
+    Args:
+        function: the name of the function that the class calls.
+        over: the attribute with what is normalized over.
+        read: gives the input of a swapped module in the order of memory of the class's result.
+    """
+    is_rms, is_group = cls is RMSNorm, over == "num_groups"
+    functions, own = vars(F), getattr(stock, function)
+    own_forward = getattr(stock, f"{function.upper()}_FORWARD")
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        # The shortest way. Attributes are read where nn.Module keeps them, because to find them
+        # takes host time; one that is computed is not there. A tool that has replaced PyTorch's
+        # function, or its class's forward, may want to see the call below.
+        if not _is_compiling() and functions[function] is own and cls.forward is own_forward:
+            try:
+                module = self.__dict__
+                parameters = module["_parameters"]
+                sizes, weight, eps = module[over], parameters["weight"], module["eps"]
+                bias = None if is_rms and self._is_swapped else parameters["bias"]
+                is_plain = (
+                    self.activation is None
+                    and self.out_dtype is None
+                    and self.scale == 1.0
+                    and (
+                        not is_rms
+                        or (
+                            bias is None
+                            and self.weight_offset == 0.0
+                            and not self.round_before_weight
+                        )
+                    )
+                )
+                if read is not None and self._is_swapped and type(input) is Tensor:
+                    input = read(input)
+            except (AttributeError, KeyError):
+                is_plain = False
+            if is_plain:
+                y: Tensor | None = plain(is_rms, input, sizes, weight, bias, eps, is_group)
+                if y is not None:
+                    return y
+        if not isinstance(self, Norm):  # a bound method that outlived unswap_norms
+            return type(self).forward(self, input)
+        if self._is_swapped and not (cls.forward is own_forward and self._is_known(input)):
+            return cls.forward(self, input)
+        return self._fused(input)
+
+    forward.__wrapped__ = cls.forward  # type: ignore[attr-defined]  # for torch.jit.script
+    return forward
+
+
+class FusedLayerNorm(Norm, nn.LayerNorm):
     r"""A drop-in :class:`torch.nn.LayerNorm`: the same parameters, state_dict and results, faster.
 
     ``y = activation(layer_norm(x) * weight + bias) * scale``, fused in forward and in backward;
@@ -84,16 +180,7 @@ class FusedLayerNorm(nn.LayerNorm):
         out_dtype: the result's dtype; by default what PyTorch's class gives.
     """
 
-    # Attributes that torch.jit.script compiles as constants.
-    __constants__ = [*nn.LayerNorm.__constants__, "activation", "scale", "out_dtype"]  # noqa: RUF012
-
-    # Defaults for an nn.LayerNorm that swap_layer_norm has made a FusedLayerNorm. Such a one takes
-    # what nn.LayerNorm takes.
     _stock = LayerNorm
-    _is_swapped = False
-    activation: str | None = None
-    scale: float = 1.0
-    out_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -114,60 +201,19 @@ class FusedLayerNorm(nn.LayerNorm):
         self.scale = scale
         self.out_dtype = out_dtype
 
-    def _scripted_forward(self, input: Tensor) -> Tensor:
-        norm = (len(self.normalized_shape), self.weight, self.bias, self.eps)
-        return operators.layer_norm(input, *norm, self.activation, self.scale, self.out_dtype)
+    forward = forward_of(LayerNorm, "layer_norm", "normalized_shape")
 
-    @_scripted_as(_scripted_forward)
-    def forward(self, input: Tensor) -> Tensor:
-        # The shortest way. Attributes are read where nn.Module keeps them, because to find them
-        # takes host time; one that is computed is not there. A tool that has replaced PyTorch's
-        # function, or its class's forward, may want to see the call below.
-        if (
-            not _is_compiling()
-            and F.layer_norm is stock.layer_norm
-            and LayerNorm.forward is _LAYER_NORM_FORWARD
-        ):
-            try:
-                module = self.__dict__
-                parameters = module["_parameters"]
-                weight, bias = parameters["weight"], parameters["bias"]
-                shape, eps = module["normalized_shape"], module["eps"]
-                is_plain = self.activation is None and self.out_dtype is None and self.scale == 1.0
-            except (AttributeError, KeyError):  # also where another thread unswaps the module
-                is_plain = False
-            if is_plain:
-                y = plain(False, input, shape, weight, bias, eps)
-                if y is not None:
-                    return y
-        is_swapped = getattr(self, "_is_swapped", None)
-        if is_swapped is None:  # a bound method that outlived unswap_norms
-            return type(self).forward(self, input)
-        weight, bias, eps = self.weight, self.bias, self.eps
-        if is_swapped and (
-            LayerNorm.forward is not stock.LAYER_NORM_FORWARD
-            or not stock.norm_is_supported(input, weight, bias, eps)
-        ):
-            return LayerNorm.forward(self, input)
-        options = _options(self, "activation", "scale", "out_dtype")
+    def _fused(self, input: Tensor) -> Tensor:
         return layer_norm(
-            input, weight, bias, eps, normalized_shape=self.normalized_shape, **options
+            input,
+            self.weight,
+            self.bias,
+            self.eps,
+            normalized_shape=self.normalized_shape,
+            activation=self.activation,
+            scale=self.scale,
+            out_dtype=self.out_dtype,
         )
-
-    def extra_repr(self) -> str:
-        return LayerNorm.extra_repr(self) + shown(self)
-
-
-def shown(module: nn.Module) -> str:
-    """The options that are not the defaults, as extra_repr shows them.
-
-    A module that was unswapped while somebody kept its extra_repr has none of them.
-    """
-    shown = ""
-    for name, value in _options(module, *_DEFAULTS).items():
-        if value != _DEFAULTS[name]:
-            shown += f", {name}={name_of(value) if name == 'out_dtype' else repr(value)}"
-    return shown
 
 
 class FusedAddLayerNorm(FusedLayerNorm):
@@ -178,10 +224,6 @@ class FusedAddLayerNorm(FusedLayerNorm):
     """
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        if _is_scripting():
-            norm = (len(self.normalized_shape), self.weight, self.bias, self.eps)
-            options = (self.activation, self.scale, self.out_dtype)
-            return operators.add_layer_norm(input, residual, *norm, *options)
         return add_layer_norm(
             input,
             residual,
@@ -195,14 +237,10 @@ class FusedAddLayerNorm(FusedLayerNorm):
         )
 
 
-def _scripted_eps(eps: float | None, x: Tensor) -> float:
-    """arguments.rms_eps in what TorchScript compiles, which reads no number from a module."""
-    if eps is not None:
-        return eps
-    return 2.220446049250313e-16 if x.dtype == torch.float64 else 1.1920928955078125e-07
+_rms_forward = forward_of(RMSNorm, "rms_norm", "normalized_shape")
 
 
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(Norm, nn.RMSNorm):
     r"""A drop-in :class:`torch.nn.RMSNorm`: the same parameters, state_dict and results, faster.
 
     ``y = activation(rms_norm(x) * (weight + weight_offset) + bias) * scale``, fused in forward and
@@ -218,25 +256,7 @@ class FusedRMSNorm(nn.RMSNorm):
         activation, scale, out_dtype: as :class:`FusedLayerNorm`'s.
     """
 
-    # Attributes that torch.jit.script compiles as constants.
-    __constants__ = [  # noqa: RUF012
-        *nn.RMSNorm.__constants__,
-        "weight_offset",
-        "round_before_weight",
-        "activation",
-        "scale",
-        "out_dtype",
-    ]
-
-    # Defaults for an nn.RMSNorm that swap_rms_norm has made a FusedRMSNorm. Such a one takes what
-    # nn.RMSNorm takes.
     _stock = RMSNorm
-    _is_swapped = False
-    weight_offset: float = 0.0
-    round_before_weight: bool = False
-    activation: str | None = None
-    scale: float = 1.0
-    out_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -267,66 +287,23 @@ class FusedRMSNorm(nn.RMSNorm):
         self.out_dtype = out_dtype
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Sets the parameters so that the norm has a factor of one and a bias of zero."""
-        if self.elementwise_affine:
-            nn.init.constant_(self.weight, 1.0 - getattr(self, "weight_offset", 0.0))
-        # nn.RMSNorm calls this before there is a bias. After an unswap there is no offset either.
-        if getattr(self, "bias", None) is not None:
-            nn.init.zeros_(self.bias)
+    def forward(self, x: Tensor) -> Tensor:  # the name of nn.RMSNorm's argument
+        return _rms_forward(self, x)
 
-    def _scripted_forward(self, x: Tensor) -> Tensor:
-        # A swapped nn.RMSNorm has no bias.
-        bias = self.bias if hasattr(self, "bias") else None
-        norm = (len(self.normalized_shape), self.weight, bias, _scripted_eps(self.eps, x))
-        options = (self.activation, self.scale, self.out_dtype)
-        kind = ("rms", self.weight_offset, self.round_before_weight)
-        return operators.layer_norm(x, *norm, *options, *kind)
+    forward.__wrapped__ = RMSNorm.forward  # type: ignore[attr-defined]
 
-    @_scripted_as(_scripted_forward)
-    def forward(self, x: Tensor) -> Tensor:
-        # The shortest way, as in FusedLayerNorm.
-        if (
-            not _is_compiling()
-            and F.rms_norm is stock.rms_norm
-            and RMSNorm.forward is _RMS_NORM_FORWARD
-        ):
-            try:
-                module = self.__dict__
-                parameters = module["_parameters"]
-                weight, shape, eps = parameters["weight"], module["normalized_shape"], module["eps"]
-                is_plain = (
-                    parameters.get("bias") is None
-                    and self.activation is None
-                    and self.out_dtype is None
-                    and self.scale == 1.0
-                    and self.weight_offset == 0.0
-                    and not self.round_before_weight
-                )
-            except (AttributeError, KeyError):  # also where another thread unswaps the module
-                is_plain = False
-            if is_plain:
-                y = plain(True, x, shape, weight, None, eps)
-                if y is not None:
-                    return y
-        is_swapped = getattr(self, "_is_swapped", None)
-        if is_swapped is None:  # a bound method that outlived unswap_norms
-            return type(self).forward(self, x)
-        if is_swapped and (
-            RMSNorm.forward is not stock.RMS_NORM_FORWARD
-            or not stock.norm_is_supported(x, self.weight, None, self.eps)
-        ):
-            return RMSNorm.forward(self, x)
-        options = _options(
-            self, "weight_offset", "round_before_weight", "activation", "scale", "out_dtype"
-        )
+    def _fused(self, input: Tensor) -> Tensor:
         return rms_norm(
-            x,
+            input,
             self.weight,
             self.eps,
-            bias=getattr(self, "bias", None),
+            bias=getattr(self, "bias", None),  # a swapped nn.RMSNorm has none
+            weight_offset=self.weight_offset,
+            round_before_weight=self.round_before_weight,
             normalized_shape=self.normalized_shape,
-            **options,
+            activation=self.activation,
+            scale=self.scale,
+            out_dtype=self.out_dtype,
         )
 
     def extra_repr(self) -> str:
@@ -342,12 +319,6 @@ class FusedAddRMSNorm(FusedRMSNorm):
     """
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        if _is_scripting():
-            eps = _scripted_eps(self.eps, residual)
-            norm = (len(self.normalized_shape), self.weight, self.bias, eps)
-            options = (self.activation, self.scale, self.out_dtype)
-            kind = ("rms", self.weight_offset, self.round_before_weight)
-            return operators.add_layer_norm(input, residual, *norm, *options, *kind)
         return add_rms_norm(
             input,
             residual,
@@ -404,10 +375,6 @@ class FusedLayerNorm2d(_Norm2d, FusedLayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         _check_channels(self.normalized_shape[0], self.weight, input)
-        if _is_scripting():
-            x = input.movedim(1, -1)
-            y = operators.layer_norm(x, 1, self.weight, self.bias, self.eps, keeps_order=True)
-            return y.movedim(-1, 1)
         return layer_norm(input, self.weight, self.bias, self.eps, dim=1)
 
 
@@ -419,10 +386,4 @@ class FusedRMSNorm2d(_Norm2d, FusedRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         _check_channels(self.normalized_shape[0], self.weight, x)
-        if _is_scripting():
-            eps = _scripted_eps(self.eps, x)
-            y = operators.layer_norm(
-                x.movedim(1, -1), 1, self.weight, None, eps, statistic="rms", keeps_order=True
-            )
-            return y.movedim(-1, 1)
         return rms_norm(x, self.weight, self.eps, dim=1)

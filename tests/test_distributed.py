@@ -149,9 +149,11 @@ def no_collective():
 
 
 def results(function, leaves, loss=None):
-    """The outputs, then the gradients of all arguments."""
+    """The outputs, then, unless loss is False, the gradients of all arguments."""
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if loss is False:
+        return outputs
     return (*outputs, *torch.autograd.grad((loss or of_own_rows)(outputs), leaves))
 
 
@@ -274,9 +276,13 @@ def stays_sharded(function, plain, mesh, placements, of_plain=None):
     leaves = spread(plain, mesh, placements)
     with no_collective():
         found = results(function, leaves)
+        with torch.no_grad():
+            without = results(function, leaves, loss=False)
     gradients = [p if isinstance(p, Shard) else Partial() for p in placements]
     outputs = len(found) - len(gradients)
-    same(found, results(of_plain or function, plain), [placements[0]] * outputs + gradients)
+    expected = results(of_plain or function, plain)
+    same(found, expected, [placements[0]] * outputs + gradients)
+    same(without, expected[:outputs], [placements[0]] * outputs)
 
 
 @case
@@ -311,24 +317,14 @@ def gated_norms_stay_sharded(mesh):
 
 @case
 def group_norms_stay_sharded(mesh):
-    """Over samples, without a collective in either direction, also with a shift and a scale."""
+    """Over samples, also with a shift and a scale."""
     shape = (2 * mesh.size(), 8, 3, 5)
-    x, weight, bias, shift, scale = made(mesh.device_type, shape, 8, 8, shape[:2], shape[:2])
-    samples = Shard(0)
-    for options, plain, gradients in (
-        ({"activation": "silu"}, (x, weight, bias), [samples, Partial(), Partial()]),
-        ({}, (x, shift, scale, weight, bias), [samples] * 3 + [Partial()] * 2),
-    ):
-        norm = fused_layernorm.group_norm if options else fused_layernorm.ada_group_norm
-        expected = norm(plain[0], 4, *plain[1:], **options)
-        dy = torch.randn_like(expected)
-        of_plain = torch.autograd.grad(expected, plain, dy)
-        placements = [samples if g == samples else Replicate() for g in gradients]
-        leaves, given = spread(plain, mesh, placements), distribute_tensor(dy, mesh, [samples])
-        with no_collective():
-            y = norm(leaves[0], 4, *leaves[1:], **options)
-            found = torch.autograd.grad(y, leaves, given)
-        same((y, *found), (expected, *of_plain), [samples, *gradients])
+    plain = made(mesh.device_type, shape, shape[:2], shape[:2], 8, 8)
+    where = [*[Shard(0)] * 3, Replicate(), Replicate()]
+    stays_sharded(lambda x, *t: fused_layernorm.ada_group_norm(x, 4, *t), plain, mesh, where)
+    del plain[1:3], where[1:3]
+    norm = functools.partial(fused_layernorm.group_norm, activation="silu")
+    stays_sharded(lambda x, *t: norm(x, 4, *t), plain, mesh, where)
 
 
 @case
@@ -345,28 +341,12 @@ def rows_stay_sharded(mesh):
         for shard in map(Shard, range(len(shape) - normalized_ndim)):
             placements = (shard, shard, Replicate(), Replicate())
             for norm, used in (
-                (layer_norm, (0, 2, 3)), (add_layer_norm, (0, 1, 2, 3)),
+                (layer_norm, (0, 2, 3)), (add_layer_norm, (0, 1, 2, 3)), (layer_norm, (0,)),
                 (rms_norm, (0, 2)), (add_rms_norm, (0, 1, 2)),
             ):  # fmt: skip
                 given, where = ([of[i] for i in used] for of in (plain, placements))
-                stays_sharded(functools.partial(norm, **options), given, mesh, where)
-
-
-@case
-def without_grad(mesh):
-    x, residual = torch.randn(2, mesh.size(), 3, 6, device=mesh.device_type)
-    weight = torch.randn(6, device=mesh.device_type)
-    shard = [distribute_tensor(t, mesh, [Shard(0)]) for t in (x, residual)]
-    copy = distribute_tensor(weight, mesh, [Replicate()])
-    with torch.no_grad(), no_collective():
-        found = (
-            layer_norm(shard[0], copy),
-            layer_norm(shard[0], normalized_shape=(6,)),
-            *add_layer_norm(*shard, normalized_shape=(6,)),
-        )
-    total = x + residual
-    stock = (F.layer_norm(x, (6,), weight), F.layer_norm(x, (6,)), F.layer_norm(total, (6,)), total)
-    same(found, stock, [Shard(0)] * 4, **OF_PYTORCH)
+                of_shape = functools.partial(norm, normalized_shape=cols, **options)
+                stays_sharded(of_shape, given, mesh, where)
 
 
 @case

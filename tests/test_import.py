@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from fused_layernorm.ops import autograd_library
+
 # Calls of PyTorch's norms, most of them invalid, in every state in which our kernels at its keys
 # could meet them. It prints what each gives: the sum of the result, or the error.
 PROGRAM = """
@@ -95,6 +97,8 @@ def seen(device, imports):
 
 @pytest.mark.parametrize("imports", ["with", "registered"])
 def test_changes_nothing_of_pytorchs_norms(device, imports):
+    if imports == "registered" and not autograd_library.active:
+        pytest.skip("autograd is in Python")
     expected = seen(device, "without")
     assert seen(device, imports) == expected
     refused = [name for name, found in expected.items() if len(found) == 2]

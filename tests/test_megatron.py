@@ -47,7 +47,7 @@ def build(normalization="LayerNorm", zero_centered=False, **options):
 
 def randomize(norm):
     with torch.no_grad():
-        norm.weight.normal_(0 if norm.zero_centered_gamma else 1, 0.3)
+        norm.weight.normal_(1 - norm.weight_offset, 0.3)
         if norm.bias is not None:
             norm.bias.normal_(0, 0.3)
     return norm
@@ -82,7 +82,7 @@ def test_is_a_norm_of_the_package(normalization):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_result_and_gradients(device, dtype, normalization, zero_centered):
     norm = build(normalization, zero_centered).to(device, dtype)
-    assert ("zero_centered_gamma" in repr(norm)) == zero_centered
+    assert ("weight_offset=1.0" in repr(norm)) == zero_centered
     x = torch.randn(7, 2, HIDDEN, device=device, dtype=dtype, requires_grad=True)
     dy = torch.randn_like(x)
     assert_close(norm(x), STOCK[normalization](x, (HIDDEN,), eps=1e-5))  # it begins so

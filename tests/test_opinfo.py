@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import fused_layernorm as fl
+from fused_layernorm.ops import autograd_library
 from fused_layernorm.override import _override
 
 GROUP, INSTANCE = "nn.functional.group_norm", "nn.functional.instance_norm"
@@ -63,6 +64,8 @@ def derivatives(function, x, groups, weight, bias, eps):
 )
 def test_samples(name, dtype, way, device):
     stock, count = (F.group_norm if name == GROUP else instance_norm), 0
+    if way == "override" and not autograd_library.active:
+        pytest.skip("autograd is in Python")
     overridden = fl.override_aten if device == "cuda" else lambda: _override("CPU")
     for case in samples(name, device, dtype):
         expected = derivatives(stock, *case)

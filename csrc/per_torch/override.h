@@ -2,21 +2,21 @@
 // override_aten(): PyTorch's layer_norm, rms_norm and group_norm on this package's kernels; those
 // of group_norm are in override_groups.h.
 //
-// The first override of a process registers kernels for `aten`; they stay, and a flag says whether
-// they act. A call that they do not take, and every call while the flag is off, goes on to what
-// PyTorch runs without them. A call that has begun ends as it began, and a graph that our nodes are
-// part of runs backward on our kernels, whatever the flag says by then.
+// A flag says whether our kernels act. A call that they do not take, and every call while the flag
+// is off, goes on to what PyTorch runs without them. A call that has begun ends as it began, and a
+// graph that our nodes are part of runs backward on our kernels, whatever the flag says by then.
 //
-//   layer_norm, rms_norm at Autograd    our forward and our node. PyTorch has composites there,
-//                                       which modes, transforms and FakeTensors get, as before.
-//   the same at AutocastCUDA            input is not cast: the kernel writes float32 from it.
-//   the same at BackendSelect           calls under inference_mode that ask (below).
-//   native_layer_norm, _fused_rms_norm  what reaches them otherwise: inference_mode, vmap, calls by
-//   and their backwards at CUDA         name, nodes that PyTorch made.
+//   at Autograd      our forward and our node. PyTorch has composites there, which modes,
+//   transforms
+//                    and FakeTensors get, as before.
+//   at AutocastCUDA  input is not cast: the kernel writes float32 from it.
+//   at BackendSelect what autograd does not see, as calls under inference_mode.
 //
-// Those of layer_norm and its like are registered when the library is loaded, because this package
-// calls them itself: no other call from Python takes the host as little time. It asks for our
-// kernels, whatever the flag says, by a number that nobody else writes (kAsks).
+// The operators below them (native_layer_norm and its like) stay PyTorch's.
+//
+// The kernels are registered when the library is loaded, because this package calls them itself: no
+// other call from Python takes the host as little time. It asks for our kernels, whatever the flag
+// says, by a number that nobody else writes (kAsks).
 //
 // The CPU's keys are for tests: there composite operators stand for the kernels.
 #pragma once
@@ -29,7 +29,6 @@
 
 #include <cmath>
 #include <limits>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -51,11 +50,6 @@ inline bool takes_input(const Tensor& x, at::IntArrayRef shape) {
   }
   return c10::multiply_integers(x.sizes().slice(0, leading)) <= kMostExtent &&
          c10::multiply_integers(shape) <= kMostExtent;
-}
-
-inline bool takes_statistic(const Tensor& t, const Tensor& x, at::IntArrayRef shape) {
-  return t.scalar_type() == statistics_type(x.scalar_type()) && t.device() == x.device() &&
-         t.sizes() == statistics_shape(x.sizes(), shape.size());
 }
 
 // PyTorch's epsilon where the caller gives none: that of the type in which it computes.
@@ -135,98 +129,25 @@ struct AtenNorm<Aten, Tensor(const Tensor&, Second, Rest...)> {
     }
     return by_pytorch<Aten, device, kUnderAutocast>(keys, x, second, rest...);
   }
-  // What inference mode leads to, which skips autograd's keys, for calls that ask.
-  template <c10::DeviceType device>
+  // What inference mode leads to, which skips autograd's keys. One kernel serves all devices.
   static Tensor at_select(DispatchKeySet keys, const Tensor& x, Second second, Rest... rest) {
-    if (asks(second) && x.device().type() == device) {
-      return by_operator(norm_of(x, second, rest...));
+    if (asks(second) && x.is_cuda()) return by_operator(norm_of(x, second, rest...));
+    Tensor y;
+    if (x.is_cuda() && is_on<at::kCUDA>()) {
+      y = by_kernel<at::kCUDA, false>(keys, norm_of(x, second, rest...), /*asked=*/false);
+    } else if (x.is_cpu() && is_on<at::kCPU>()) {
+      y = by_kernel<at::kCPU, false>(keys, norm_of(x, second, rest...), /*asked=*/false);
     }
-    return Aten::redispatch(keys & kBelowSelect, x, second, rest...);
+    return y.defined() ? y : Aten::redispatch(keys & kBelowSelect, x, second, rest...);
   }
 };
 using AtenLayerNorm = AtenNorm<at::_ops::layer_norm>;
 using AtenRmsNorm = AtenNorm<at::_ops::rms_norm>;
 using AtenGroupNorm = AtenNorm<at::_ops::group_norm>;
-
-// ---- The native operators. The stack holds an operator's arguments, for which its results are put
-// ---- in place.
-
-// native_layer_norm(x, shape, weight, bias, eps), _fused_rms_norm(x, shape, weight, eps).
-inline bool take_forward(DispatchKeySet keys, Stack* stack, bool is_rms, Override& entry) {
-  const size_t count = is_rms ? 4 : 5;
-  const IValue* const a = stack->data() + stack->size() - count;
-  const Tensor& x = a[0].toTensor();
-  const auto shape = a[1].toIntVector();
-  const OptionalTensor weight = optional_of(a[2]), bias = is_rms ? std::nullopt : optional_of(a[3]);
-  const RowsNorm norm = {x, shape, weight, bias, a[count - 1].toOptional<double>(), is_rms};
-  if (!norm.is_taken(Beside::kSame)) return false;
-  const Taken taken(entry);
-  DirectOutputs out = with_statistics(keys, norm, x);
-  torch::jit::drop(*stack, count);
-  stack->emplace_back(std::move(out.y));
-  if (!is_rms) stack->emplace_back(std::move(out.mean));
-  stack->emplace_back(std::move(out.rstd));
-  return true;
-}
-
-// native_layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, mask),
-// _fused_rms_norm_backward(dy, x, shape, rstd, weight, mask).
-inline bool take_backward(Stack* stack, bool is_rms, Override& entry) {
-  const size_t count = is_rms ? 6 : 8;
-  const IValue* const a = stack->data() + stack->size() - count;
-  const Tensor &dy = a[0].toTensor(), &x = a[1].toTensor();
-  const auto shape = a[2].toIntVector();
-  const IValue* const rest = a + (is_rms ? 3 : 4);  // from rstd on
-  const Tensor &mean = a[3].toTensor(), &rstd = rest[0].toTensor();
-  const OptionalTensor weight = optional_of(rest[1]),
-                       bias = is_rms ? std::nullopt : optional_of(rest[2]);
-  const auto mask = a[count - 1].toBoolList();
-  const Needs needs = {mask[0], mask[1], !is_rms && mask[2]};
-  if (!takes_input(x, shape) || dy.scalar_type() != x.scalar_type() || dy.device() != x.device() ||
-      dy.sizes() != x.sizes() || !takes_statistic(mean, x, shape) ||
-      !takes_statistic(rstd, x, shape) || !takes_parameter(weight, x, shape) ||
-      !takes_parameter(bias, x, shape) || (!weight && needs.dweight) || (!bias && needs.dbias)) {
-    return false;
-  }
-  NormOptions options;
-  options.normalized_ndim = static_cast<int64_t>(shape.size());
-  options.is_rms = is_rms;
-  const SavedNorm saved = {dy,
-                           x,
-                           is_rms ? Tensor() : mean,
-                           rstd,
-                           weight.value_or(Tensor()),
-                           bias.value_or(Tensor()),
-                           Tensor()};
-  const Taken taken(entry);
-  GradientsOfNorm found = gradients_of<LayerNorm>(saved, options, needs);
-  torch::jit::drop(*stack, count);
-  stack->emplace_back(std::move(found.dx));
-  stack->emplace_back(std::move(found.dweight));
-  if (!is_rms) stack->emplace_back(std::move(found.dbias));
-  return true;
-}
-
-template <Native which>
-bool take(DispatchKeySet keys, Stack* stack, Override& entry) {
-  if constexpr (which == kGroupForward) return take_group_forward(keys, stack, entry);
-  if constexpr (which == kGroupBackward) return take_group_backward(stack, entry);
-  constexpr bool kIsRms = which == kRmsForward || which == kRmsBackward;
-  if (which == kForward || which == kRmsForward) return take_forward(keys, stack, kIsRms, entry);
-  return take_backward(stack, kIsRms, entry);
-}
-
-template <c10::DeviceType device, Native which>
-void native_operator(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  Override& entry = override_of<device>();
-  if (entry.is_on.load(std::memory_order_relaxed) && !is_inside &&
-      take<which>(keys, stack, entry)) {
-    return;
-  }
-  const auto& replaced = entry.replaced[which];
-  TORCH_CHECK_NOT_IMPLEMENTED(replaced, op.operator_name(), " has no kernel for ", keys);
-  replaced->callBoxed(op, keys, stack);
-}
+// GCC makes no member that only an argument of a template names (at_select, below).
+template struct AtenNorm<at::_ops::layer_norm>;
+template struct AtenNorm<at::_ops::rms_norm>;
+template struct AtenNorm<at::_ops::group_norm>;
 
 // ---- On and off.
 
@@ -234,16 +155,6 @@ class NoWarnings : public c10::WarningHandler {
  public:
   void process(const c10::Warning& /*warning*/) override {}
 };
-
-template <c10::DeviceType device, Native which>
-void register_native(torch::Library& library, Override& entry) {
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(kNativeNames[which], "");
-  if (op.hasComputedKernelForDispatchKey(kBackendKey<device>)) {
-    entry.replaced[which].emplace(op.getComputedKernelForDispatchKey(kBackendKey<device>));
-  }
-  library.impl(kNativeNames[which],
-               torch::CppFunction::makeFromBoxedFunction<&native_operator<device, which>>());
-}
 
 using Libraries = std::vector<torch::Library>;
 
@@ -273,36 +184,11 @@ Libraries register_norms() {
     }
     autocast.impl("group_norm", TORCH_FN((AtenGroupNorm::at_autograd<device, true>)));
     auto& select = aten_at(c10::DispatchKey::BackendSelect, libraries);
-    select.impl("layer_norm", TORCH_FN((AtenLayerNorm::at_select<device>)));
-    select.impl("rms_norm", TORCH_FN((AtenRmsNorm::at_select<device>)));
-    select.impl("group_norm", TORCH_FN((AtenGroupNorm::at_select<device>)));
+    select.impl("layer_norm", TORCH_FN(AtenLayerNorm::at_select));
+    select.impl("rms_norm", TORCH_FN(AtenRmsNorm::at_select));
+    select.impl("group_norm", TORCH_FN(AtenGroupNorm::at_select));
   }
   return libraries;
-}
-
-template <c10::DeviceType device>
-void register_override(Override& entry) {
-  if constexpr (device == at::kCPU) entry.libraries = register_norms<device>();
-  NoWarnings silent;
-  const c10::WarningUtils::WarningHandlerGuard guard(&silent);
-  auto& natives = aten_at(kBackendKey<device>, entry.libraries);
-  register_native<device, kForward>(natives, entry);
-  register_native<device, kBackward>(natives, entry);
-  register_native<device, kGroupForward>(natives, entry);
-  register_native<device, kGroupBackward>(natives, entry);
-  // On the CPU _fused_rms_norm is a composite, and its backward has no kernel.
-  if constexpr (device == at::kCUDA) {
-    register_native<device, kRmsForward>(natives, entry);
-    register_native<device, kRmsBackward>(natives, entry);
-  }
-}
-
-template <c10::DeviceType device>
-void switch_override_of(bool on) {
-  static std::once_flag registered;
-  Override& entry = override_of<device>();
-  if (on) std::call_once(registered, [&] { register_override<device>(entry); });
-  entry.is_on = on;
 }
 
 inline bool is_cuda(const std::string& key) {
@@ -312,7 +198,12 @@ inline bool is_cuda(const std::string& key) {
 }
 
 inline void switch_override(std::string key, bool on) {
-  is_cuda(key) ? switch_override_of<at::kCUDA>(on) : switch_override_of<at::kCPU>(on);
+  if (is_cuda(key)) {
+    override_of<at::kCUDA>().is_on = on;
+    return;
+  }
+  static const Libraries libraries = register_norms<at::kCPU>();
+  override_of<at::kCPU>().is_on = on;
 }
 
 inline int64_t override_calls(std::string key) {

@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the overrides of all norms share (override.h): which are in force, what stands behind them,
-// and which parameters they take.
+// What the overrides of all norms share (override.h): which are in force, and which parameters they
+// take.
 #pragma once
 
 #include <ATen/autocast_mode.h>
-#include <torch/library.h>
 
-#include <array>
 #include <atomic>
 #include <optional>
-#include <vector>
 
 #include "autocast.h"
 #include "autograd.h"
@@ -19,33 +16,15 @@ namespace fused_layernorm {
 using OptionalTensor = std::optional<Tensor>;
 inline const OptionalTensor kNoTensor;
 
-enum Native {
-  kForward,
-  kBackward,
-  kRmsForward,
-  kRmsBackward,
-  kGroupForward,
-  kGroupBackward,
-  kNatives
-};
-constexpr const char* kNativeNames[kNatives] = {
-    "aten::native_layer_norm", "aten::native_layer_norm_backward",
-    "aten::_fused_rms_norm",   "aten::_fused_rms_norm_backward",
-    "aten::native_group_norm", "aten::native_group_norm_backward"};
-
 struct Override {
   std::atomic<bool> is_on = false;
   std::atomic<int64_t> taken = 0;  // calls, also those that asked; for tests
-  // The kernels that ours replaced, where PyTorch has them for the key.
-  std::array<std::optional<c10::SafeKernelFunction>, kNatives> replaced;
-  std::vector<torch::Library> libraries;
 };
 
-// Never destroyed, because the dispatcher may be destroyed first when the process exits.
 template <c10::DeviceType device>
 Override& override_of() {
-  static auto* const instance = new Override;
-  return *instance;
+  static Override instance;
+  return instance;
 }
 
 template <c10::DeviceType device>
@@ -94,9 +73,6 @@ inline bool takes_parameter(const OptionalTensor& p, const Tensor& x, at::IntArr
   return fits && p->device() == x.device() && p->sizes() == shape;
 }
 
-inline OptionalTensor optional_of(const IValue& value) {
-  return is_defined(value) ? OptionalTensor(value.toTensor()) : std::nullopt;
-}
 inline IValue value_of(const OptionalTensor& t) { return t ? value_of(*t) : IValue(); }
 
 // ---- What a call at an Autograd or Autocast key goes on to. `Norm` is what it is given: RowsNorm
@@ -176,24 +152,6 @@ Tensor by_pytorch(DispatchKeySet keys, const Arguments&... arguments) {
         has_kernel ? keys & c10::after_autograd_keyset : DispatchKeySet(kBackendKey<device>),
         arguments...);
   }
-}
-
-// ---- The native operators.
-
-// The outputs of one of our operators with its statistics.
-template <class Norm>
-DirectOutputs with_statistics(DispatchKeySet keys, const Norm& norm, const Tensor& x) {
-  using Op = typename Norm::Op;
-  Stack arguments = arguments_of(norm, x);
-  DirectOutputs out;
-  if (!forward_directly<Op>(keys, arguments.data(), norm.options(), /*needs_statistics=*/true,
-                            out)) {
-    static const OperatorHandle op = find_operator(name_with_statistics<Op>());
-    const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-    call(op, &arguments);
-    out = {arguments[0].toTensor(), Tensor(), arguments[1].toTensor(), arguments[2].toTensor()};
-  }
-  return out;
 }
 
 }  // namespace fused_layernorm

@@ -30,7 +30,13 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from .. import stock
-from ..groups import KEEPS_CHANNELS_LAST, FusedGroupNorm, as_pytorch_reads, group_norm
+from ..groups import (
+    KEEPS_CHANNELS_LAST,
+    FusedGroupNorm,
+    as_pytorch_reads,
+    group_norm,
+    has_one_value,
+)
 from ..modules import is_bare
 from . import channels, groups, rewritten, rms, source
 from .activations import activation_of
@@ -81,7 +87,7 @@ def _takes(norm: Any, x: Tensor) -> bool:
     is_stock = is_stock and F.group_norm is stock.group_norm
     supported = stock.norm_is_supported(x, norm.weight, norm.bias, norm.eps)
     is_known = is_stock and x.dim() > 1 and supported
-    return is_known and not groups.has_one_value(x, norm.num_groups)
+    return is_known and not has_one_value(x, norm.num_groups)
 
 
 def _is_plain_group_norm(norm: Any) -> bool:
