@@ -20,7 +20,6 @@ import functools
 import importlib
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,14 +256,10 @@ def main(argv: list[str] | None = None) -> int:
         rows = [measure(name, arguments.rounds, arguments.lock) for name in names]
         results.write(arguments.output, {"rows": rows})
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{number}.json" for number in range(len(names))]
-        calls = [["--problems", name, "--rounds", str(arguments.rounds), "--output", str(file)]
-                 for name, file in zip(names, files, strict=True)]  # fmt: skip
-        problems = turns.run("benchmarks.kernelbench", calls, arguments.jobs,
-                             arguments.limit_seconds)  # fmt: skip
-        rows = [row for file in files for row in results.read(file).get("rows", [])]
-    skipped = [f"{name}: {said}" for name, said in zip(names, problems, strict=True) if said]
+    calls = [["--problems", name, "--rounds", str(arguments.rounds)] for name in names]
+    found = turns.collect("benchmarks.kernelbench", calls, arguments.jobs, arguments.limit_seconds)
+    rows = [row for measured, _ in found for row in measured.get("rows", [])]
+    skipped = [f"{name}: {said}" for name, (_, said) in zip(names, found, strict=True) if said]
     print("\n".join([*([text(rows)] if rows else []), *(f"left out: {line}" for line in skipped)]))
     if arguments.add or not arguments.problems:
         path = results.default_path(torch.cuda.get_device_name())

@@ -33,7 +33,6 @@ import importlib.util
 import itertools
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -370,19 +369,13 @@ def run_each_alone(
     if importlib.util.find_spec("liger_kernel") is None:
         part["skipped"] += [f"{name}: liger-kernel is not installed"
                             for name in variants if name.startswith("liger")]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{number}.json" for number in range(len(tasks))]
-        calls = [
-            # --models is split at commas. No other name contains this one's text before its comma.
-            ["--models", name.split(",")[0], "--modes", mode, "--variants", ",".join(variants),
-             "--seconds", str(seconds), "--output", str(file)]
-            for (name, mode), file in zip(tasks, files, strict=True)
-        ]  # fmt: skip
-        problems = turns.run("benchmarks.models", calls, jobs, budget)
-        for (name, mode), file, problem in zip(tasks, files, problems, strict=True):
-            measured = results.read(file).get("models", {}) if problem is None else {}
-            part["rows"] += measured.get("rows", [])
-            part["skipped"] += measured.get("skipped", [f"{name}, {mode}: {problem}"])
+    # --models is split at commas. No other name contains this one's text before its comma.
+    calls = [["--models", name.split(",")[0], "--modes", mode, "--variants", ",".join(variants),
+              "--seconds", str(seconds)] for name, mode in tasks]  # fmt: skip
+    found = turns.collect("benchmarks.models", calls, jobs, budget)
+    for (name, mode), (measured, problem) in zip(tasks, found, strict=True):
+        one = measured.get("models", {"rows": [], "skipped": [f"{name}, {mode}: {problem}"]})
+        part = {**part, **{key: part[key] + one[key] for key in ("rows", "skipped")}}
     return part
 
 

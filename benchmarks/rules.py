@@ -20,6 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import timing
+from benchmarks.cases import Case, parse_case
+from benchmarks.ours import make_inputs
+from benchmarks.providers import Backward
 from fused_layernorm.compile import rules
 from fused_layernorm.compile.backend import backend
 
@@ -28,83 +31,58 @@ SHAPES = ((524288, 96), (262144, 192), (131072, 384), (65536, 768), (49152, 1024
           (40960, 1280), (24576, 2048), (16384, 3072), (12288, 4096), (8192, 5120),
           (6144, 8192))  # fmt: skip
 VARIANTS = ("stock", "kernel", "inductor")
-Tensors = dict[str, Tensor]
-
-
-def norm(x: Tensor, t: Tensors) -> Tensor:
-    return F.layer_norm(x, (x.shape[-1],), t["weight"], t["bias"])
-
-
-def modulated(x: Tensor, t: Tensors) -> Tensor:
-    return F.layer_norm(x, (x.shape[-1],)) * (1 + t["scale"]) + t["shift"]
-
-
-def rms(x: Tensor, t: Tensors) -> Tensor:
-    """RMSNorm as Llama's class writes it."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-    return t["weight"] * wide.to(x.dtype)
-
-
-def of_sum(total: Tensor, normed: Callable[[Tensor, Tensors], Tensor], t: Tensors) -> Any:
-    return normed(total, t), total
-
-
-# The norm with the operations before and behind it.
-SURROUNDINGS: dict[str, Callable[[Tensors], Any]] = {
-    "alone": lambda t: norm(t["x"], t),
-    "GELU before": lambda t: norm(F.gelu(t["x"]), t),
-    "tanh behind": lambda t: torch.tanh(norm(t["x"], t)),
-    "GELU behind": lambda t: F.gelu(norm(t["x"], t)),
-    "residual": lambda t: of_sum(t["residual"] + t["x"], norm, t),
-    "dropout, residual": lambda t: of_sum(t["residual"] + F.dropout(t["x"], 0.1), norm, t),
-    "modulated": lambda t: modulated(t["x"], t),
-    "gated, modulated": lambda t: of_sum(t["residual"] + t["gate"] * t["x"], modulated, t),
-    "RMSNorm": lambda t: rms(t["x"], t),
-    "RMSNorm, residual": lambda t: of_sum(t["residual"] + t["x"], rms, t),
+# A family of operators as models write it, what is done before it with x, and with y behind it.
+Function = Callable[[Tensor], Tensor]
+SURROUNDINGS: dict[str, tuple[str, Function | None, Function | None]] = {
+    "alone": ("", None, None),
+    "GELU before": ("", F.gelu, None),
+    "tanh behind": ("", None, torch.tanh),
+    "GELU behind": ("", None, F.gelu),
+    "residual": ("add_", None, None),
+    "dropout, residual": ("add_", lambda x: F.dropout(x, 0.1), None),
+    "modulated": ("ada_", None, None),
+    "gated, modulated": ("add_ada_", None, None),
+    "RMSNorm": ("rms_", None, None),
+    "RMSNorm, residual": ("add_rms_", None, None),
 }
 
 
-def tensors(rows: int, cols: int, dtype: torch.dtype, samples: int = 8) -> Tensors:
-    """The operands, each sample with its own modulation."""
-    shapes = {"x": (samples, rows // samples, cols), "gate": (samples, 1, cols), "weight": (cols,)}
-    alike = {"residual": "x", "shift": "gate", "scale": "gate", "bias": "weight"}
-    return {name: torch.randn(shapes[alike.get(name, name)], device=timing.DEVICE).to(dtype)
-            .requires_grad_() for name in (*shapes, *alike)}  # fmt: skip
+def case_of(rows: int, cols: int, name: str, dtype: str, samples: int = 8) -> Case:
+    """The backward case; of a modulated norm each sample has its own modulation."""
+    family = SURROUNDINGS[name][0]
+    size = f"{samples}x{rows // samples}x{cols}" if "ada" in family else f"{rows}x{cols}"
+    return parse_case(f"{size} {dtype} {family}backward")
 
 
-def compiled(function: Callable[..., Any], variant: str) -> Callable[..., Any]:
-    """The function as a variant compiles it; it compiles at its first call."""
-    if variant == "stock":
-        return torch.compile(function, fullgraph=True)
+def compiled(case: Case, name: str, variant: str) -> Callable[..., Any]:
+    """The norm and its surroundings as a variant compiles them, at the first call."""
+    _, before, behind = SURROUNDINGS[name]
+
+    def function(t: dict[str, Tensor]) -> Any:
+        y = case.family.stock(case, {**t, "x": before(t["x"])} if before else t)
+        return behind(y) if behind else y
 
     def by_rule(graph_module: Any, example_inputs: Any) -> Any:
         forced = rules.Rule(rules.Choice[variant.upper()], "forced")
         with mock.patch.object(rules, "RULES", (forced,)):
             return backend(graph_module, example_inputs)
 
-    return torch.compile(function, fullgraph=True, backend=by_rule)
+    return torch.compile(
+        function, fullgraph=True, backend="inductor" if variant == "stock" else by_rule
+    )
 
 
-def step(run: Callable[..., Any], t: Tensors) -> None:
-    """Forward and backward, with one gradient for every output."""
-    outputs = run(t)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    grads = [t["residual"].detach() for _ in outputs]
-    torch.autograd.grad(outputs, list(t.values()), grads, allow_unused=True)
-
-
-def measure(rows: int, cols: int, name: str, dtype: torch.dtype, rounds: int) -> dict[str, float]:
+def measure(rows: int, cols: int, name: str, dtype: str, rounds: int) -> dict[str, float]:
     """Device microseconds of a step, by variant."""
     torch._dynamo.reset()
-    t = tensors(rows, cols, dtype)
-    runs = {variant: compiled(SURROUNDINGS[name], variant) for variant in VARIANTS}
-    for run in runs.values():
-        step(run, t)
+    case = case_of(rows, cols, name, dtype)
+    t = make_inputs(case, limit=1)[0]
+    runs = {variant: compiled(case, name, variant) for variant in VARIANTS}
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for variant in timing.turns(VARIANTS, rounds):
-        kernels = timing.kernels_of(lambda run=runs[variant]: step(run, t))  # type: ignore[misc]
-        times[variant].append(sum(kernel.us for kernel in kernels))
+    for number, variant in enumerate(timing.turns(VARIANTS, rounds + 1)):
+        kernels = timing.kernels_of(Backward(runs[variant], case, t))  # forward, too
+        if number >= len(VARIANTS):  # the first round compiles
+            times[variant].append(sum(kernel.us for kernel in kernels))
     return {variant: statistics.median(found) for variant, found in times.items()}
 
 
@@ -119,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     for rows, cols in SHAPES:
         for name in options.surroundings or SURROUNDINGS:
             if not options.cols or cols in options.cols:
-                times = measure(rows, cols, name, getattr(torch, options.dtype), options.rounds)
+                times = measure(rows, cols, name, options.dtype, options.rounds)
                 line = "".join(f"{times[variant]:>10.1f}" for variant in VARIANTS)
                 print(f"{rows:>8} x {cols:<5}  {name:<18}{line}", flush=True)
 
