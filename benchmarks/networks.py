@@ -432,6 +432,26 @@ MODELS: dict[str, Model] = {
 }  # fmt: skip
 
 
+# What benchmarks.models does with each, by the names in a results file, in words.
+TITLES = {
+    "eager": "stock",
+    "compiled": "compiled",
+    "reduce_overhead": 'compiled, mode="reduce-overhead"',
+    "layers": "layers compiled",
+    "swap": "swapped",
+    "swap_neighbours": "swapped with neighbours",
+    "swap_compiled": "swapped and compiled",
+    "swap_reduce_overhead": 'swapped and compiled, mode="reduce-overhead"',
+    "swap_layers": "swapped, then layers compiled",
+    "override": "override_aten()",
+    "fused_compiled": 'backend="fused_layernorm", then Inductor',
+    "fused_reduce_overhead": 'backend="fused_layernorm", with CUDA graphs',
+    "liger": "Liger",
+    "liger_swap": "Liger, then swapped",
+    "liger_rest_swap": "Liger without norms and rotations, then swapped",
+}
+
+
 def units_of(name: str) -> tuple[int, str]:
     """What a step of this model works through; nothing for a model that is not known any more."""
     return MODELS[name].units if name in MODELS else (0, "")

@@ -5,9 +5,10 @@
     python -m benchmarks.overhead --device cpu    on the CPU, into benchmarks/results/cpu.json
 
 Host time is taken on a chain of 100 norms over a tiny tensor, so that the device never holds the
-host up. The variants (the stock module, ours, on the CPU a swapped one, on the GPU the stock one
-under override_aten) take turns, round after round, and the median and the best of the rounds are
-kept; the device time beside them is the sum of all kernels, by the profiler.
+host up. The variants (the stock module, ours, a swapped one, on the GPU the stock one under
+override_aten) take turns, round after round, and the median and the best of the rounds are kept;
+the device time beside them is the sum of all kernels, by the profiler. --norms chooses norms, to
+print their times alone.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
+import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from benchmarks import results, timing
+from benchmarks.ours import require_kernels
 
 LAYERS = 100
-SHAPE = (4, 256)
 ROUNDS = 31
 # Activations of a BERT-base and a ViT-L training step: (name, shape).
 STEPS = (("BERT-base", (8, 512, 768)), ("ViT-L", (32, 577, 1024)))
@@ -36,17 +38,57 @@ STEP_DTYPES = ((torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)
 # What measure() adds to the results file.
 PARTS = ("overhead_stamp", "call_overhead", "training_step")
 
-# The variants of each norm by their prefix in a results file, with their labels.
+
+class Norm(NamedTuple):
+    """A stock module, the arguments that it is made with, the shape of x, and what is timed."""
+
+    name: str
+    arguments: tuple[int, ...]
+    shape: tuple[int, ...] = (4, 256)
+    variants: tuple[str, ...] = ("eager", "ours", "swapped", "override")
+    channels_last: bool = False
+
+    def make(self, variant: str, *arguments: Any, **options: Any) -> nn.Module:
+        package: Any = importlib.import_module("fused_layernorm")
+        if variant == "ours":
+            return getattr(package, f"Fused{self.name}")(*arguments, **options)
+        module = getattr(nn, self.name)(*arguments, **options)
+        return package.swap_norms(module) if variant == "swapped" else module
+
+
+_IMAGE: Any = {"shape": (2, 32, 8, 8), "variants": ("eager", "swapped")}
+# By the prefix of their variants in a results file.
 NORMS = {
-    "": {"eager": "nn.LayerNorm", "ours": "FusedLayerNorm", "swapped": "swapped LayerNorm",
-         "override": "override_aten()"},
-    "rms_": {"eager": "nn.RMSNorm", "ours": "FusedRMSNorm", "swapped": "swapped RMSNorm",
-             "override": "override_aten() of RMSNorm"},
-    "group_": {"eager": "nn.GroupNorm", "ours": "FusedGroupNorm", "swapped": "swapped GroupNorm",
-               "override": "override_aten() of GroupNorm"},
-}  # fmt: skip
-GROUPS = 32  # of the channels of a GroupNorm
-Norm = Callable[..., nn.Module]
+    "": Norm("LayerNorm", (256,)),
+    "rms_": Norm("RMSNorm", (256,)),
+    "group_": Norm("GroupNorm", (32, 256)),
+    "instance_": Norm("InstanceNorm2d", (32,), **_IMAGE),
+    "instance_nhwc_": Norm("InstanceNorm2d", (32,), channels_last=True, **_IMAGE),
+}
+
+
+def labels(prefix: str) -> dict[str, str]:
+    """The columns of a norm: its variants as a results file has them, and as people read them."""
+    norm, of = NORMS[prefix], f" of {NORMS[prefix].name}" if prefix else ""
+    forms = {"eager": "nn.{}", "ours": "Fused{}", "swapped": "swapped {}",
+             "override": f"override_aten(){of}"}  # fmt: skip
+    order = ", channels_last" if norm.channels_last else ""
+    return {f"{prefix}{name}": forms[name].format(norm.name) + order for name in norm.variants}
+
+
+def around(name: str) -> contextlib.AbstractContextManager[Any]:
+    """What a variant's calls run inside."""
+    package: Any = importlib.import_module("fused_layernorm")
+    return package.override_aten() if name.endswith("override") else contextlib.nullcontext()
+
+
+class PassedOn(TorchFunctionMode):
+    """A mode that is not PyTorch's own, and changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 # Runs a call and returns its cost in microseconds and its result.
 Measure = Callable[[Callable[[], Any]], "tuple[float, Any]"]
 
@@ -68,45 +110,18 @@ def device_us(call: Callable[[], Any]) -> tuple[float, Any]:
     return sum(kernel.us for kernel in kernels), kept[0]
 
 
-@contextlib.contextmanager
-def variant_of(name: str) -> Iterator[Norm]:
-    """What makes a variant's module; "override" has override_aten() in force inside the context."""
-    import fused_layernorm
-
-    kind = name.split("_")[0]
-    stock: Norm = nn.LayerNorm
-    ours: Norm = fused_layernorm.FusedLayerNorm
-    if kind == "rms":
-        stock, ours = nn.RMSNorm, fused_layernorm.FusedRMSNorm
-    elif kind == "group":
-        stock, ours = (
-            functools.partial(norm, GROUPS)
-            for norm in (nn.GroupNorm, fused_layernorm.FusedGroupNorm)
-        )
-    if name.endswith("override"):
-        with fused_layernorm.override_aten():
-            yield stock
-    elif name.endswith("ours"):
-        yield ours
-    elif name.endswith("swapped"):
-        yield lambda *args, **kwargs: fused_layernorm.swap_norms(stock(*args, **kwargs))
-    else:
-        yield stock
-
-
-def variants() -> tuple[str, ...]:
-    """The variants on this device; override_aten() is for CUDA alone."""
-    return ("eager", "ours", "swapped" if timing.DEVICE == "cpu" else "override")
-
-
 class Chain:
-    """LAYERS norms of one class, and every way they are called."""
+    """LAYERS norms of one variant, and every way they are called."""
 
-    def __init__(self, module: Norm) -> None:
-        self.norms = [module(SHAPE[-1], device=timing.DEVICE) for _ in range(LAYERS)]
-        self.x = torch.randn(SHAPE, device=timing.DEVICE)
-        self.dy = torch.randn(SHAPE, device=timing.DEVICE)
+    def __init__(self, norm: Norm, variant: str) -> None:
+        made = functools.partial(norm.make, variant, *norm.arguments, device=timing.DEVICE)
+        self.norms = [made() for _ in range(LAYERS)]
+        self.x, self.dy = torch.randn((2, *norm.shape), device=timing.DEVICE)
+        if norm.channels_last:
+            self.x, self.dy = (t.contiguous(memory_format=torch.channels_last)
+                               for t in (self.x, self.dy))  # fmt: skip
         self.halves = [self.x.bfloat16().requires_grad_() for _ in self.norms]
+        self.x.requires_grad_(not any(True for _ in self.norms[0].parameters()))
 
     def run(self) -> torch.Tensor:
         y = self.x
@@ -123,7 +138,9 @@ class Chain:
         """Microseconds a layer of each way of calling, each measured once.
 
         "no_grad" and "inference" are forward alone, "grad" is forward with gradients, "backward"
-        what follows it, "step" both; "autocast..." the same of half-precision x under autocast.
+        what follows it, "step" both; "autocast..." the same of half-precision x under autocast;
+        "device_..." under the mode of `torch.device` and of `torch.set_default_device`, "mode_..."
+        under another.
         """
         found: dict[str, float] = {}
 
@@ -139,26 +156,29 @@ class Chain:
         y = note("grad", self.run)
         note("backward", lambda: y.backward(self.dy))
         found["step"] = found["grad"] + found["backward"]
-        self.forget()
         ys = note("autocast", self.run_half)
         dys = [torch.ones_like(y) for y in ys]
         note("autocast_backward", lambda: torch.autograd.backward(ys, dys))
-        self.forget()
-        return found
-
-    def forget(self) -> None:
-        for x in self.halves:
-            x.grad = None
+        for name, mode in (("device", torch.device(timing.DEVICE)), ("mode", PassedOn())):
+            with mode:
+                with torch.no_grad():
+                    note(f"{name}_no_grad", self.run)
+                note(f"{name}_grad", self.run)
+        for tensor in (*self.halves, self.x):
+            tensor.grad = None
         for norm in self.norms:
             norm.zero_grad()
+        return found
 
 
-def make_chains() -> dict[str, Chain]:
-    chains = {}
-    for name in (f"{prefix}{variant}" for prefix in NORMS for variant in variants()):
-        with variant_of(name) as module:
-            chains[name] = Chain(module)
-            chains[name].visit(host_us)
+def make_chains(norms: Sequence[str] = tuple(NORMS)) -> dict[str, Chain]:
+    """The chains of the norms' variants; override_aten() is for CUDA alone."""
+    names = [(prefix, variant) for prefix in norms for variant in NORMS[prefix].variants
+             if timing.DEVICE == "cuda" or variant != "override"]  # fmt: skip
+    chains = {f"{prefix}{variant}": Chain(NORMS[prefix], variant) for prefix, variant in names}
+    for name, chain in chains.items():
+        with around(name):
+            chain.visit(host_us)
     return chains
 
 
@@ -168,33 +188,17 @@ def call_overhead(chains: dict[str, Chain], rounds: int) -> dict[str, dict[str, 
     The keys of an entry are "ours_us", "ours_best_us", "rms_ours_us" and so on.
     """
     host: dict[str, list[dict[str, float]]] = {name: [] for name in chains}
-    with quiet():
+    with timing.quiet():
         for name in timing.turns(tuple(chains), rounds):
-            with variant_of(name):
+            with around(name):
                 chains[name].visit(host_us)  # warms up after the switch
                 host[name].append(chains[name].visit(host_us))
     entries: dict[str, dict[str, float]] = {}
-    for way in host["eager"][0]:
-        entries[way] = {}
-        for name, visits in host.items():
-            entries[way] |= timing.summary(name, [visit[way] for visit in visits])
+    for name, visits in host.items():
+        for way in visits[0]:
+            times = timing.summary(name, [visit[way] for visit in visits])
+            entries[way] = entries.get(way, {}) | times
     return entries
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Disables the garbage collector, which would otherwise run at any time.
-
-    Existing objects are frozen, so that an explicit gc.collect() in between takes no time.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 def make_steps() -> Iterator[tuple[dict[str, Any], dict[str, list[timing.Call]]]]:
@@ -205,23 +209,33 @@ def make_steps() -> Iterator[tuple[dict[str, Any], dict[str, list[timing.Call]]]
     nn.LayerNorm accepts this mixture in no other way.
     """
     for name, shape in STEPS:
-        for dtype, weight_dtype in STEP_DTYPES:
-            autocast = dtype != weight_dtype
-            calls = {}
-            for key in ("ours", "eager"):
-                with variant_of(key) as module:
-                    norm = module(shape[-1], device=timing.DEVICE, dtype=weight_dtype)
-                calls[key] = _step_calls(norm, shape, dtype, autocast)
-            size = "x".join(str(length) for length in shape)
-            kinds = f"{_short(dtype)}, weights {_short(weight_dtype)}"
-            entry = {
-                "name": f"{name} {size} {kinds}" + (", autocast" if autocast else ""),
-                "shape": list(shape),
-                "dtype": _short(dtype),
-                "weight_dtype": _short(weight_dtype),
-                "autocast": autocast,
-            }
-            yield entry, calls
+        for dtypes in STEP_DTYPES:
+            autocast = dtypes[0] != dtypes[1]
+            x, weights = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+            size = "x".join(map(str, shape))
+            title = f"{name} {size} {x}, weights {weights}" + (", autocast" if autocast else "")
+            calls = {variant: step_calls(variant, shape, *dtypes) for variant in ("ours", "eager")}
+            yield {"name": title, "shape": list(shape), "dtype": x, "weight_dtype": weights,
+                   "autocast": autocast}, calls  # fmt: skip
+
+
+def step_calls(
+    variant: str, shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype
+) -> list[timing.Call]:
+    """Steps over distinct inputs, together larger than L2."""
+    module = NORMS[""].make(variant, shape[-1], device=timing.DEVICE, dtype=weight_dtype)
+
+    def step(x: torch.Tensor, dy: torch.Tensor) -> None:
+        with torch.autocast(timing.DEVICE, torch.bfloat16, enabled=dtype != weight_dtype):
+            y = module(x)
+        y.backward(dy)
+        x.grad = None
+        module.zero_grad()
+
+    made = functools.partial(torch.randn, shape, device=timing.DEVICE)
+    count = timing.input_count(2 * torch.Size(shape).numel() * dtype.itemsize, timing.l2_bytes())
+    return [functools.partial(step, made(dtype=dtype, requires_grad=True), made(dtype=weight_dtype))
+            for _ in range(count)]  # fmt: skip
 
 
 def measure(rounds: int = ROUNDS) -> dict[str, Any]:
@@ -232,67 +246,35 @@ def measure(rounds: int = ROUNDS) -> dict[str, Any]:
     entries = []
     for entry, calls in make_steps():
         walls: dict[str, list[float]] = {key: [] for key in calls}
-        with quiet():
+        with timing.quiet():
             for key in timing.turns(tuple(calls), rounds):
                 walls[key].append(timing.wall_time(calls[key]))
         for key, times in walls.items():
-            entry.update(timing.summary(key, times))
+            entry |= timing.summary(key, times)
         entries.append(entry)
 
     # The profiler may leave the host slower than it was: it comes last.
     for name, chain in chains.items():
-        with variant_of(name):
+        with around(name):
             for way, us in chain.visit(device_us).items():
                 overhead[way][f"{name}_device_us"] = round(us, 3)
     for entry, (_, calls) in zip(entries, make_steps(), strict=True):
         for key, steps in calls.items():
-            us = sum(kernel.us for kernel in timing.kernels_of(functools.partial(_all, steps)))
+            us, _ = device_us(lambda steps=steps: [step() for step in steps])  # type: ignore[misc]
             entry[f"{key}_device_us"] = round(us / len(steps), 3)
     return dict(zip(PARTS, (results.stamp(), overhead, entries), strict=True))
 
 
-def _all(calls: Sequence[timing.Call]) -> None:
-    for call in calls:
-        call()
-
-
-def _step_calls(
-    module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, autocast: bool
-) -> list[timing.Call]:
-    """Steps over distinct inputs, together larger than L2."""
-    out_dtype = torch.float32 if autocast else dtype
-
-    def step(x: torch.Tensor, dy: torch.Tensor) -> timing.Call:
-        def call() -> None:
-            with torch.autocast(timing.DEVICE, torch.bfloat16, enabled=autocast):
-                y = module(x)
-            y.backward(dy)
-            x.grad = None
-            for parameter in module.parameters():
-                parameter.grad = None
-
-        return call
-
-    calls: list[timing.Call] = []
-    size = torch.Size(shape).numel() * dtype.itemsize
-    for _ in range(timing.input_count(2 * size, timing.l2_bytes())):
-        x = torch.randn(shape, device=timing.DEVICE, dtype=dtype, requires_grad=True)
-        calls.append(step(x, torch.randn(shape, device=timing.DEVICE, dtype=out_dtype)))
-    return calls
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def text(head: str, entries: dict[str, dict[str, Any]], prefix: str = "") -> str:
     """A line for each entry: median (best), the ratio to the stock module, device microseconds."""
-    labels = {f"{prefix}{name}": label for name, label in NORMS[prefix].items()}
-    names = [name for name in labels if any(f"{name}_us" in entry for entry in entries.values())]
-    lines = [f"{head:<58}" + "".join(f"{labels[name]:>40}" for name in names)] if names else []
-    for way, entry in entries.items() if names else ():
+    columns = {name: label for name, label in labels(prefix).items()
+               if any(f"{name}_us" in entry for entry in entries.values())}  # fmt: skip
+    if not columns:
+        return ""
+    lines = [f"{head:<58}" + "".join(f"{label:>40}" for label in columns.values())]
+    for way, entry in entries.items():
         line = f"  {way:<56}"
-        for name in names:
+        for name in columns:
             us, best = entry.get(f"{name}_us"), entry.get(f"{name}_best_us")
             said = "-" if us is None else f"{us:.2f}"
             said += "" if best is None else f" ({best:.2f})"
@@ -315,35 +297,37 @@ def steps_text(entries: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overhead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of every measurement")
+    parser.add_argument(
+        "--norms", help='parts of the norms\' names, "rms,instance"; writes no file'
+    )
     parser.add_argument("--output", type=Path, help="the results file")
     arguments = parser.parse_args(argv)
-    rounds = arguments.rounds
-    if arguments.device == "cpu":
-        timing.DEVICE = "cpu"
-        part = {
-            **results.stamp(),
-            "threads": torch.get_num_threads(),
-            "call_overhead": call_overhead(make_chains(), rounds),
-        }
-        print(overhead_text(part["call_overhead"]))
-        path = arguments.output or results.RESULTS / "cpu.json"
-        results.write(path, {**results.cpu(), "cpu": part})
-    else:
-        from benchmarks.ours import require_kernels
-
+    timing.DEVICE = arguments.device
+    if timing.DEVICE == "cuda":
         require_kernels()
         timing.warm_up_device()
-        parts = measure(rounds)
-        print(overhead_text(parts["call_overhead"]) + "\n\n" + steps_text(parts["training_step"]))
+    if arguments.norms:
+        parts = arguments.norms.lower().split(",")
+        chosen = [prefix for prefix, norm in NORMS.items()
+                  if any(part in f"{prefix}{norm.name}".lower() for part in parts)]  # fmt: skip
+        print(overhead_text(call_overhead(make_chains(chosen), arguments.rounds)))
+        return
+    if timing.DEVICE == "cpu":
+        entries = call_overhead(make_chains(), arguments.rounds)
+        print(overhead_text(entries))
+        path = arguments.output or results.RESULTS / "cpu.json"
+        part = {**results.stamp(), "threads": torch.get_num_threads(), "call_overhead": entries}
+        results.write(path, {**results.cpu(), "cpu": part})
+    else:
+        measured = measure(arguments.rounds)
+        print(overhead_text(measured["call_overhead"]) + "\n")
+        print(steps_text(measured["training_step"]))
         path = arguments.output or results.default_path(torch.cuda.get_device_name())
-        for name, value in parts.items():
+        for name, value in measured.items():
             results.update(path, name, value)
     print(f"written: {path}")
 

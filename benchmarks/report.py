@@ -21,10 +21,9 @@ from typing import Any
 from benchmarks import plot, results
 from benchmarks.cases import PER_TOKEN, SHORT_NAMES
 from benchmarks.families import SAMPLES, family_of
-from benchmarks.models import VARIANTS
-from benchmarks.networks import units_of
+from benchmarks.networks import TITLES, units_of
 from benchmarks.overhead import overhead_text, steps_text
-from benchmarks.plot import SMALLEST, Report, Row, large, relative, share
+from benchmarks.plot import SMALLEST, Report, Row, large, share
 from benchmarks.providers import PEERS
 
 README = results.ROOT / "README.md"
@@ -42,6 +41,7 @@ LISTED = 9  # rows of each table of what falls short
 SWEPT = 7  # points of the sweeps, of all together
 SWEEPS = (("sweep", "eager"), ("sweep_compile", "compile"))  # with what each compares
 PARTS = ("sweep", "sweep_compile", "models", "overhead_stamp")  # each with a stamp of its own
+WAYS = ("forward", "backward")
 # The README's rows: what it is, the shape of x, its dtype, and the operator without "forward".
 README_ROWS = (
     ("LayerNorm of BERT-base and ViT-B", (32_768, 768), "bf16", ""),
@@ -71,8 +71,7 @@ OTHERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN"
 def table(header: list[str], rows: Iterable[list[str]], left: int) -> list[str]:
     """A Markdown table whose first `left` columns are text and the others numbers."""
     rule = "|".join("-" if i < left else "-:" for i in range(len(header)))
-    lines = [f"| {' | '.join(header)} |", f"|{rule}|"]
-    return [*lines, *(f"| {' | '.join(row)} |" for row in rows)]
+    return [f"| {' | '.join(header)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def title(op: str) -> str:
@@ -100,42 +99,49 @@ def size(row: Row) -> str:
 
 def types_of(row: Row) -> str:
     """The dtypes of a row in words: "bfloat16", "bfloat16, weights float32, y float32"."""
-    words = [row["dtype"]]
-    for key, name in (("weight", "weights"), ("out", "y"), ("modulation", "modulation")):
-        if row.get(f"{key}_dtype"):
-            words.append(f"{name} {row[f'{key}_dtype']}")
-    return ", ".join([*words, *(["per token"] if row.get("modulation") == PER_TOKEN else [])])
-
-
-def compared(value: float | None, base: float | None) -> str:
-    """The value, and in brackets its ratio to another."""
-    said = us(value)
-    return f"{said} ({value / base:.2f})" if value is not None and base else said
+    others = (("weight", "weights"), ("out", "y"), ("modulation", "modulation"))
+    words = [f"{name} {row[f'{key}_dtype']}" for key, name in others if row.get(f"{key}_dtype")]
+    per = ["per token"] if row.get("modulation") == PER_TOKEN else []
+    return ", ".join([row["dtype"], *words, *per])
 
 
 def on_day(part: dict[str, Any]) -> str:
     return f"measured on {part['date'][:10]}"
 
 
-def newest(reports: list[Report]) -> tuple[Report, list[str]]:
-    """The report that was measured last without its parts of other code; and what is left out.
+def of_card(report: Report, part: dict[str, Any]) -> str:
+    driver, torch = report["driver"], report["torch"]
+    return f"{report['device']}, driver {driver}, torch {torch}, {part['date'][:10]}."
 
-    An empty report if there is none.
-    """
+
+def other_keys(rows: Iterable[Row]) -> list[str]:
+    found = {key for row in rows for key in row if key.endswith("_us")}
+    return ["eager_us", "compile_us", *sorted(found - set(OWN_KEYS))]
+
+
+def newest(reports: list[Report]) -> tuple[Report, list[str]]:
+    """The report that was measured last without its parts of other code, and what is left out."""
     if not reports:
         return {}, []
     report, *others = sorted(reports, key=lambda report: report["date"], reverse=True)
-    gone = [part for part in PARTS
-            if report.get(part, {}).get("csrc_sha256", report["csrc_sha256"])
-            != report["csrc_sha256"]]  # fmt: skip
+    code = report["csrc_sha256"]
+    gone = [part for part in PARTS if report.get(part, {}).get("csrc_sha256", code) != code]
     left_out = [f"the results of the {other['device']}" for other in others]
     left_out += [f"{part}, which was measured on other code" for part in gone]
-    if "overhead_stamp" in gone:
-        gone += ["call_overhead", "training_step"]
+    gone += ["call_overhead", "training_step"] if "overhead_stamp" in gone else []
     return {key: value for key, value in report.items() if key not in gone}, left_out
 
 
-# --- the README -----------------------------------------------------------------------------------
+def variants_of(report: Report, mode: str | None = None) -> dict[tuple[str, str], dict[str, Row]]:
+    """The rows of a model in a mode, by variant."""
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in report.get("models", {}).get("rows", []):
+        if mode in (None, row["mode"]):
+            found.setdefault((row["model"], row["mode"]), {})[row["variant"]] = row
+    return found
+
+
+# --- the blocks of other documents ----------------------------------------------------------------
 
 
 def readme_blocks(report: Report) -> dict[str, str]:
@@ -143,44 +149,34 @@ def readme_blocks(report: Report) -> dict[str, str]:
     if not report:
         return dict.fromkeys(("models", "norms"), NO_RESULTS)
     steps = steps_of(report)
-    models = [*steps_table(steps), "", measured_on(report, report["models"])] if steps else []
+    models = [*steps_table(steps), "", of_card(report, report["models"])] if steps else []
     picture = []
     if plot.bars(steps):
         picture = [f"![Steps of models]({plot.STEPS.relative_to(results.ROOT)})", ""]
     return {"models": "\n".join(models), "norms": "\n".join([*picture, *norms_table(report)])}
 
 
-def measured_on(report: Report, part: dict[str, Any]) -> str:
-    driver, torch = report["driver"], report["torch"]
-    return f"{report['device']}, driver {driver}, torch {torch}, {part['date'][:10]}."
-
-
 def norms_table(report: Report) -> list[str]:
     """A few norms, forward and backward, against copy speed, eager PyTorch and torch.compile."""
-    found = {row_key(row): row for row in report["rows"]}
+    found = {(row["op"], results.case_of(row).shape, types_of(row)): row for row in report["rows"]}
     body: list[list[str]] = []
     for what, shape, dtype, op in README_ROWS:
-        keys = [(f"{op}{way}", shape, SHORT_NAMES[dtype]) for way in ("forward", "backward")]
-        cells = [readme_cell(found.get(key)) for key in keys]
-        if any(cell != "-" for cell in cells):
+        rows = [found.get((f"{op}{way}", shape, SHORT_NAMES[dtype]), {}) for way in WAYS]
+        if any("ours_us" in row for row in rows):
             extents = " x ".join(f"{extent:,}" for extent in shape)
-            body.append([what, f"{extents} {dtype}", *cells])
+            body.append([what, f"{extents} {dtype}", *map(readme_cell, rows)])
     return [
         "Each cell: the time on the GPU, its share of the speed of copying such a tensor, and how "
         "many times faster that is than eager PyTorch and than `torch.compile`.",
         "",
         *table(["", "tensor", "forward", "backward"], body, left=2),
         "",
-        measured_on(report, report),
+        of_card(report, report),
     ]
 
 
-def row_key(row: Row) -> tuple[str, tuple[int, ...], str]:
-    return row["op"], results.case_of(row).shape, types_of(row)
-
-
-def readme_cell(row: Row | None) -> str:
-    if row is None or "ours_us" not in row:
+def readme_cell(row: Row) -> str:
+    if "ours_us" not in row:
         return "-"
     others = (times(row.get(key), row["ours_us"], 1) for key in ("eager_us", "compile_us"))
     return ", ".join((f"{row['ours_us']:.0f} us", percent(share(row)), *others))
@@ -188,14 +184,10 @@ def readme_cell(row: Row | None) -> str:
 
 def steps_of(report: Report) -> list[tuple[str, dict[str, Row]]]:
     """The README's steps: a name, and the row of each variant."""
-    found: dict[str, dict[str, Row]] = {}
-    rows = report.get("models", {}).get("rows", [])
-    for part, mode in README_STEPS:
-        for row in rows:
-            if part.lower() in row["model"].lower() and row["mode"] == mode:
-                found.setdefault(f"{row['model']}, {mode}", {})[row["variant"]] = row
-    whole = [(name, variants) for name, variants in found.items() if "eager" in variants]
-    return whole[:6]
+    models = [(*key, rows) for key, rows in variants_of(report).items() if "eager" in rows]
+    return [(f"{model}, {mode}", rows) for part, wanted in README_STEPS
+            for model, mode, rows in models
+            if part.lower() in model.lower() and mode == wanted][:6]  # fmt: skip
 
 
 def steps_table(steps: list[tuple[str, dict[str, Row]]]) -> list[str]:
@@ -205,8 +197,7 @@ def steps_table(steps: list[tuple[str, dict[str, Row]]]) -> list[str]:
     for name, rows in steps:
         fastest = min(rows[variant]["wall_ms"] for variant in shown if variant in rows)
         cells = []
-        for variant in shown:
-            row = rows.get(variant)
+        for row in map(rows.get, shown):
             said = "-" if row is None else step_cell(row)
             cells.append(f"**{said}**" if row and row["wall_ms"] == fastest else said)
         body.append([name, *cells])
@@ -216,41 +207,29 @@ def steps_table(steps: list[tuple[str, dict[str, Row]]]) -> list[str]:
         + (", and in brackets the most memory that it took" if memory else "")
         + ". All variants of a model were measured in one run.",
         "",
-        *table(["", *(VARIANTS[variant].title for variant in shown)], body, left=1),
+        *table(["", *(TITLES[variant] for variant in shown)], body, left=1),
     ]
 
 
 def step_cell(row: Row) -> str:
     count, unit = units_of(row["model"])
-    said = f"{row['wall_ms']:.1f} ms"
-    if unit:
-        said = f"{count / row['wall_ms'] * 1e3:,.0f} {unit}/s"
+    said = f"{count / row['wall_ms'] * 1e3:,.0f} {unit}/s" if unit else f"{row['wall_ms']:.1f} ms"
     return f"{said} ({row['peak_gib']:.1f} GiB)" if "peak_gib" in row else said
 
 
 def frameworks_blocks(report: Report) -> dict[str, str]:
     """The block of docs/integrations.md: training steps by Liger's kernels and by ours."""
     shown = ("eager", "swap_neighbours", "liger", "liger_swap", "liger_rest_swap")
-    found: dict[str, dict[str, Row]] = {}
-    for row in report.get("models", {}).get("rows", []):
-        if row["mode"] == "training" and row["variant"] in shown:
-            found.setdefault(row["model"], {})[row["variant"]] = row
     body = []
-    for name, rows in found.items():
+    for (name, _), rows in variants_of(report, "training").items():
+        cells = [f"{row['wall_ms']:.1f} ({row['device_ms']:.1f}; {row.get('peak_gib', 0):.1f})"
+                 if (row := rows.get(variant)) else "-" for variant in shown]  # fmt: skip
         if "liger" in rows:
-            cells = [liger_cell(rows.get(variant)) for variant in shown]
             body.append([name.removeprefix("Liger's ").removeprefix("transformers "), *cells])
     if not body:
         return {"liger": NO_RESULTS}
-    header = ["", *(VARIANTS[variant].title for variant in shown)]
-    lines = [*table(header, body, left=1), "", measured_on(report, report["models"])]
-    return {"liger": "\n".join(lines)}
-
-
-def liger_cell(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    return f"{row['wall_ms']:.1f} ({row['device_ms']:.1f}; {row.get('peak_gib', 0):.1f})"
+    lines = table(["", *(TITLES[variant] for variant in shown)], body, left=1)
+    return {"liger": "\n".join([*lines, "", of_card(report, report["models"])])}
 
 
 def with_blocks(report: Report) -> dict[Path, str]:
@@ -266,8 +245,7 @@ def filled(text: str, blocks: dict[str, str]) -> str:
         if text.count(begin) != 1 or text.count(end) != 1:
             raise ValueError(f"expected one {begin} and one {end}")
         head, rest = text.split(begin)
-        _, tail = rest.split(end)
-        text = f"{head}{begin}\n{block}\n{end}{tail}"
+        text = f"{head}{begin}\n{block}\n{end}{rest.split(end)[1]}"
     return text
 
 
@@ -276,14 +254,11 @@ def filled(text: str, blocks: dict[str, str]) -> str:
 
 def measured(report: Report, left_out: list[str]) -> list[str]:
     """Which card, and what was measured on it."""
-
-    def day(part: str) -> str:
-        return report[part]["date"][:10] if part in report else "-"
-
     said = alike(line.rstrip(":") for line in report.get("skipped", [])
                  if "is not installed" not in line)  # fmt: skip
     known = {key.removesuffix("_us") for row in report["rows"] for key in row}
     missing = PEERS.keys() - known - {line.split(":")[0] for line in said} - {"llama"}
+    days = {part: report.get(part, {}).get("date", "-")[:10] for part in PARTS}
     body = [
         ["clocks", report.get("clocks", "-")],
         ["driver", report["driver"]],
@@ -292,8 +267,8 @@ def measured(report: Report, left_out: list[str]) -> list[str]:
         ["kernels of eager RMSNorm", report.get("rms_norm", "-")],
         ["peers not installed", ", ".join(sorted(OTHERS[name] for name in missing)) or "-"],
         ["measured on", report["date"][:10]],
-        ["host times", day("overhead_stamp")],
-        ["whole models", day("models")],
+        ["host times", days["overhead_stamp"]],
+        ["whole models", days["models"]],
         ["`csrc_sha256`", report["csrc_sha256"][:16]],
     ]
     lines = ["# Benchmarks", "", *table(["", report["device"]], body, left=2), ""]
@@ -314,11 +289,9 @@ def alike(lines: Iterable[str]) -> list[str]:
 def at_a_glance(report: Report) -> list[str]:
     """How far from copy speed, and faster than what: a line for each operator."""
     body = []
-    for op in ops_of(report):
+    for op in dict.fromkeys(row["op"] for row in report["rows"]):
         rows = [row for row in report["rows"] if row["op"] == op and large(row)]
         shares = [part for row in rows if (part := share(row)) is not None]
-        if not shares:
-            continue
         faster = []
         for key in other_keys(rows):
             ratios = [row[key] / row["ours_us"] for row in rows
@@ -326,8 +299,9 @@ def at_a_glance(report: Report) -> list[str]:
             if ratios:
                 name = OTHERS[key.removesuffix("_us")]
                 faster.append(f"{name} {statistics.median(ratios):.1f}x ({min(ratios):.1f}x)")
-        said = f"{percent(statistics.median(shares))} ({percent(min(shares))})"
-        body.append([title(op), str(len(shares)), said, ", ".join(faster)])
+        if shares:
+            said = f"{percent(statistics.median(shares))} ({percent(min(shares))})"
+            body.append([title(op), str(len(shares)), said, ", ".join(faster)])
     return [
         "## At a glance",
         "",
@@ -338,7 +312,7 @@ def at_a_glance(report: Report) -> list[str]:
         "",
         *table(["operator", "cases", "of copy speed", "times faster than"], body, left=1),
         "",
-        f"![Every case]({relative(plot.path_of(report))})",
+        f"![Every case]({plot.path_of(report).relative_to(plot.STEPS.parent).as_posix()})",
         "",
         "All times are device times in microseconds unless a table says otherwise: the median over "
         "replays of a CUDA graph that works through distinct random inputs, which together are "
@@ -349,24 +323,13 @@ def at_a_glance(report: Report) -> list[str]:
     ]
 
 
-def ops_of(report: Report) -> list[str]:
-    return list(dict.fromkeys(row["op"] for row in report["rows"]))
-
-
-def other_keys(rows: Iterable[Row]) -> list[str]:
-    found = {key for row in rows for key in row if key.endswith("_us")}
-    return ["eager_us", "compile_us", *sorted(found - set(OWN_KEYS))]
-
-
 def falls_short(report: Report) -> list[str]:
     """The cases below `SHORT_OF_COPY`, those in which something else is faster, and the sweeps.
 
     Of each the `LISTED` that most people meet: with a target and aligned first, then the furthest.
     """
     slow, beaten = [], []
-    for row in report["rows"]:
-        if "ours_us" not in row:
-            continue
+    for row in (row for row in report["rows"] if "ours_us" in row):
         name = [title(row["op"]), size(row), types_of(row)]
         rare = results.case_of(row).target is None or row["cols"] % 8 != 0
         part = share(row)
@@ -421,33 +384,33 @@ def swept(sweep: dict[str, Any], other: str, sweeps: int = 1) -> list[str]:
 
 def cases(report: Report) -> list[str]:
     """A table for each family of operators, with forward and backward of a case side by side."""
-    ways = ("forward", "backward")
     families: dict[str, dict[tuple[str, str], dict[str, Row]]] = {}
     for row in report["rows"]:
         if "ours_us" in row:
-            family = row["op"].removesuffix(ways[1]).removesuffix(ways[0])
+            family = row["op"].removesuffix(WAYS[1]).removesuffix(WAYS[0])
             of_case = families.setdefault(family, {}).setdefault((size(row), types_of(row)), {})
             of_case[row["op"].removeprefix(family)] = row
     lines = ["## Every case", "", "Each cell: microseconds, of copy speed, times faster than.", ""]
     for family, found in families.items():
         names = other_keys(row for rows in found.values() for row in rows.values())
+
+        def cell(row: Row | None, names: list[str] = names) -> str:
+            if row is None:
+                return "-"
+            others = (times(row.get(name), row["ours_us"]) for name in names)
+            return ", ".join([us(row["ours_us"]), percent(share(row)), *others])
+
         body = [
-            [*name, us(next(iter(rows.values())).get("copy_us")),
-             *(", ".join(case_cells(rows[way], names)) if way in rows else "-" for way in ways)]
+            [*name, us(next(iter(rows.values())).get("copy_us")), *map(cell, map(rows.get, WAYS))]
             for name, rows in found.items()
-        ]  # fmt: skip
+        ]
         modulated = family_of(f"{family}forward").layout == SAMPLES
         what = ", ".join(["us", "of copy", *(f"x {name[:-3]}" for name in names)])
         header = ["samples x tokens x columns" if modulated else "rows x columns", "dtype", "copy"]
-        header += [f"{way}: {what}" for way in ways]
+        header += [f"{way}: {what}" for way in WAYS]
         heading = title(f"{family}forward").removesuffix(", forward")
         lines += [f"### {heading}", "", *table(header, body, left=2), ""]
     return lines
-
-
-def case_cells(row: Row, names: list[str]) -> list[str]:
-    others = (times(row.get(name), row["ours_us"]) for name in names)
-    return [us(row["ours_us"]), percent(share(row)), *others]
 
 
 def host(report: Report) -> list[str]:
@@ -467,15 +430,18 @@ def models(report: Report) -> list[str]:
     part = report.get("models", {})
     if not part.get("rows"):
         return []
-    stock = {(row["model"], row["mode"]): row for row in part["rows"]
-             if row["variant"] == "eager"}  # fmt: skip
+    stock = {key: rows["eager"] for key, rows in variants_of(report).items() if "eager" in rows}
     body = []
     for row in part["rows"]:
         base = stock.get((row["model"], row["mode"]), {}) if row["variant"] != "eager" else {}
-        cells = [compared(row.get(key), base.get(key))
-                 for key in ("wall_ms", "device_ms", "layer_norm_ms", "peak_gib")]  # fmt: skip
-        variant = VARIANTS[row["variant"]].title if row["variant"] in VARIANTS else row["variant"]
-        body.append([row["model"], row["mode"], variant, *cells, str(row.get("kernels", "-"))])
+        cells = []
+        for key in ("wall_ms", "device_ms", "layer_norm_ms", "peak_gib"):
+            value, of = row.get(key), base.get(key)
+            cells.append(
+                f"{us(value)} ({value / of:.2f})" if value is not None and of else us(value)
+            )
+        named = [row["model"], row["mode"], TITLES.get(row["variant"], row["variant"])]
+        body.append([*named, *cells, str(row.get("kernels", "-"))])
     header = ["model", "mode", "variant", "wall", "device", "of it norms", "GiB", "kernels"]
     lines = [
         "## Whole models",
@@ -527,15 +493,10 @@ def pictures(report: Report) -> dict[Path, tuple[str, Callable[[], None]]]:
     return made
 
 
-def outdated(report: Report, left_out: list[str]) -> list[str]:
+def outdated(texts: dict[Path, str], wanted: dict[Path, tuple[str, Any]]) -> list[str]:
     """The files that were not made from the report, a line for each."""
-    found = []
-    for path, text in with_blocks(report).items():
-        if path.read_text() != text:
-            found.append(f"{path.name} is not what the results files give")
-    if not PAGE.exists() or PAGE.read_text() != page(report, left_out):
-        found.append(f"{PAGE.name} is not what the results files give")
-    wanted = pictures(report)
+    found = [f"{path.name} is not what the results files give" for path, text in texts.items()
+             if not path.exists() or path.read_text() != text]  # fmt: skip
     for path in sorted({*wanted, *plot.PLOTS.glob("*.svg")}):
         if path not in wanted:
             found.append(f"{path.name} is no picture of the results files")
@@ -553,19 +514,19 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     files = [arguments.results] if arguments.results else results.by_card()
     report, left_out = newest([results.read(path) for path in files])
-    if arguments.check:
-        if found := outdated(report, left_out):
-            raise SystemExit("\n".join([*found, "run python -m benchmarks.report --write"]))
-        return
-    same = report.get("csrc_sha256") == results.csrc_sha256()
-    print(f"{report.get('device')}: of {'this' if same else 'ANOTHER'} state of csrc")
-    if not arguments.write:
+    if not (arguments.check or arguments.write):
+        same = report.get("csrc_sha256") == results.csrc_sha256()
+        print(f"{report.get('device')}: of {'this' if same else 'ANOTHER'} state of csrc")
         print(page(report, left_out), end="")
         return
-    for path, text in with_blocks(report).items():
-        path.write_text(text)
-    PAGE.write_text(page(report, left_out))
+    texts = {**with_blocks(report), PAGE: page(report, left_out)}
     drawn = pictures(report)
+    if arguments.check:
+        if found := outdated(texts, drawn):
+            raise SystemExit("\n".join([*found, "run python -m benchmarks.report --write"]))
+        return
+    for path, text in texts.items():
+        path.write_text(text)
     for path in set(plot.PLOTS.glob("*.svg")) - set(drawn):
         path.unlink()
     for _, draw in drawn.values():

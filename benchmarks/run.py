@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import overhead, providers, results, timing
+from benchmarks import overhead, providers, report, results, timing
 from benchmarks.cases import CASES, OPS, Case, parse_case
 from benchmarks.ours import make_inputs, require_kernels, time_calls
+from benchmarks.timing import sentence
 
 say = functools.partial(print, flush=True)
 
@@ -87,14 +88,6 @@ def precompile_cases(cases: list[Case]) -> None:
         except Exception as problem:  # the run itself will meet it and report it
             print(f"{case.name}: {type(problem).__name__}", file=sys.stderr)
         torch.cuda.empty_cache()
-
-
-def sentence(problem: BaseException) -> str:
-    """The first line of the problem's text. Raises the problem if it lost the CUDA context."""
-    text = str(problem).strip() or type(problem).__name__
-    if "CUDA error" in text or "device-side assert" in text:
-        raise problem
-    return text.splitlines()[0]
 
 
 def time_case(case: Case, name: str, seconds: float) -> float | None:
@@ -183,50 +176,48 @@ def main(argv: list[str] | None = None) -> None:
     end = time.monotonic() + arguments.budget_seconds
     seconds = 0.01 if arguments.quick else 0.03
 
-    report: dict[str, Any] = {**results.machine(), **results.stamp(), "rows": []}
-    say(f"{report['device']}, driver {report['driver']}, torch {report['torch']}, {built}")
+    measured: dict[str, Any] = {**results.machine(), **results.stamp(), "rows": []}
+    say(f"{measured['device']}, driver {measured['driver']}, torch {measured['torch']}, {built}")
     if "compile" in names:
         configure_compile()
         if arguments.jobs > 1:
             precompile(cases, arguments.jobs, arguments.budget_seconds / 3)
     timing.warm_up_device()
-    report["rows"], skipped = run_cases(cases, names, end, seconds)
-    report["skipped"] = [*problems, *skipped]
+    measured["rows"], skipped = run_cases(cases, names, end, seconds)
+    measured["skipped"] = [*problems, *skipped]
     if full and time.monotonic() < end:
         say("timing overhead")
         try:
-            report |= overhead.measure()
+            measured |= overhead.measure()
         except Exception as problem:
-            report["skipped"].append(f"overhead: {sentence(problem)}")
+            measured["skipped"].append(f"overhead: {sentence(problem)}")
 
-    path = arguments.output or (results.default_path(report["device"]) if full else None)
+    path = arguments.output or (results.default_path(measured["device"]) if full else None)
     old = results.read(path) if path is not None else {}
-    say("\n" + summary(report))
+    say("\n" + summary(measured))
     if path is not None:
-        results.write(path, {**report, **kept(old, report)})
+        results.write(path, {**measured, **kept(old, measured)})
         say(f"written: {path}")
 
 
-def kept(old: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+def kept(old: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     """The parts of the old results that this run did not measure, if they have a stamp."""
-    names = ["sweep", "sweep_compile", "models"]
+    names = ["sweep", "sweep_compile", "models", "kernelbench"]
     if "overhead_stamp" in old:
         names += overhead.PARTS
-    return {key: old[key] for key in names if key in old and key not in report}
+    return {key: old[key] for key in names if key in old and key not in measured}
 
 
-def summary(report: dict[str, Any]) -> str:
+def summary(measured: dict[str, Any]) -> str:
     """Everything a run measured, as text: the page's tables, and what misses its target."""
-    from benchmarks import report as render
-
-    rows = [(results.case_of(row), row) for row in report["rows"]]
+    rows = [(results.case_of(row), row) for row in measured["rows"]]
     verdicts = {case.name: results.verdict(case, row) for case, row in rows}
     misses = [f"{name}: {said}" for name, said in verdicts.items() if said.startswith("MISS")]
-    lines = [*render.cases(report), *misses]
+    lines = [*report.cases(measured), *misses]
     lines.append(f"{sum(said == 'PASS' for said in verdicts.values())} of {len(rows)} rows pass, "
                  f"{len(misses)} miss")  # fmt: skip
-    lines += [f"skipped {line}" for line in report.get("skipped", [])]
-    return "\n".join([*lines, "", *render.host(report)])
+    lines += [f"skipped {line}" for line in measured.get("skipped", [])]
+    return "\n".join([*lines, "", *report.host(measured)])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is it ever slower than eager? A coarse sweep over rows and columns, forward and backward.
+"""Is it ever slower than eager? A coarse sweep over shapes, forward and backward.
 
-    python -m benchmarks.sweep
+    python -m benchmarks.sweep                  rows and columns, into the results file
     python -m benchmarks.sweep --compile 250    250 of its points against torch.compile
+    python -m benchmarks.sweep --groups         300 odd shapes of group norms; prints them alone
 
 Columns from 1 to 4200 in odd steps (and the usual sizes with their neighbours), rows from 1 to
 100,000: LayerNorm in bfloat16 and float32, RMSNorm in bfloat16. The points with a ratio ours /
@@ -15,6 +16,7 @@ more than 10% from L2, is missed. The results file gets the slower points, at le
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import random
@@ -27,16 +29,19 @@ import torch
 
 from benchmarks import providers, report, results, timing
 from benchmarks.cases import Case, make_case
-from benchmarks.families import Tensors
-from benchmarks.ours import require_kernels
+from benchmarks.families import ROWS, Tensors
+from benchmarks.ours import make_inputs, require_kernels
 from benchmarks.run import configure_compile, precompile
 
-ROWS = (1, 8, 64, 512, 4096, 32_768, 100_000)
-COLS = sorted(
+HEIGHTS = (1, 8, 64, 512, 4096, 32_768, 100_000)
+WIDTHS = sorted(
     {*range(1, 4201, 71)}
     | {2, 3, 4, 8, 16, 31, 32, 33, 64, 65, 96, 127, 128, 192, 256, 320, 384, 512, 640, 768, 1023}
     | {1024, 1025, 1152, 1280, 1536, 2047, 2048, 2560, 3072, 4095, 4096, 4097}
 )
+OPS = tuple((f"{norm}{way}", dtype) for norm, way, dtype in (
+    *itertools.product([""], ("forward", "backward"), ("bfloat16", "float32")),
+    *itertools.product(["rms_"], ("forward", "backward"), ["bfloat16"])))  # fmt: skip
 WORST = 10
 NEAR = 0.9  # a point whose first ratio is above this is timed again
 MANY_POINTS = 1000  # of more points, the first measurement has at most FEW_INPUTS inputs
@@ -47,20 +52,10 @@ PLACES = 5
 PLACE_ELEMENTS = 1 << 20  # from one place to the next
 
 
-def points(rows: tuple[int, ...] = ROWS, cols: list[int] = COLS) -> list[Case]:
+def points() -> list[Case]:
     """All points in a fixed random order, so that a sweep cut short is still spread out."""
-    cases = [
-        Case(op, m, n, dtype)
-        for op, dtypes in (
-            ("forward", ("bfloat16", "float32")),
-            ("backward", ("bfloat16", "float32")),
-            ("rms_forward", ("bfloat16",)),
-            ("rms_backward", ("bfloat16",)),
-        )
-        for dtype in dtypes
-        for m in rows
-        for n in cols
-    ]
+    cases = [Case(op, rows, cols, dtype)
+             for (op, dtype), rows, cols in itertools.product(OPS, HEIGHTS, WIDTHS)]  # fmt: skip
     random.Random(0).shuffle(cases)
     return cases
 
@@ -68,50 +63,51 @@ def points(rows: tuple[int, ...] = ROWS, cols: list[int] = COLS) -> list[Case]:
 def group_points(count: int = 300, seed: int = 72) -> list[Case]:
     """Groups of odd shapes: channels and positions that are no multiple of 8, small tensors, one
     group, one position, in both layouts and both ways."""
-    draw = random.Random(seed)
+    choice = random.Random(seed).choice
     cases: dict[str, Case] = {}
     while len(cases) < count:
-        per_group, groups = (
-            draw.choice((1, 2, 3, 5, 6, 8, 12, 24, 30, 64)),
-            draw.choice((1, 1, 2, 3, 4, 5, 8, 16, 32)),
-        )
-        height, width = (draw.choice((1, 2, 3, 5, 7, 8, 9, 14, 15, 31, 37, 56)) for _ in range(2))
-        image = (draw.choice((1, 2, 3, 5, 8, 32, 64)), groups * per_group, height, width)
+        per_group = choice((1, 2, 3, 5, 6, 8, 12, 24, 30, 64))
+        groups = choice((1, 1, 2, 3, 4, 5, 8, 16, 32))
+        height, width = (choice((1, 2, 3, 5, 7, 8, 9, 14, 15, 31, 37, 56)) for _ in range(2))
+        image = (choice((1, 2, 3, 5, 8, 32, 64)), groups * per_group, height, width)
         if per_group * height * width == 1 or math.prod(image) > 1 << 23:
             continue  # PyTorch refuses to normalize one value
-        dtype = draw.choice(("bfloat16", "bfloat16", "float32", "float16"))
-        name = f"group_{draw.choice(('', 'silu_'))}{draw.choice(('', 'nhwc_'))}"
-        case = make_case(f"{name}{draw.choice(('forward', 'backward'))}", image, dtype,
-                         groups=groups)  # fmt: skip
+        dtype = choice(("bfloat16", "bfloat16", "float32", "float16"))
+        silu, order, way = (choice(two) for two in (("", "silu_"), ("", "nhwc_"), report.WAYS))
+        op = f"group_{silu}{order}{way}"
+        case = make_case(op, image, dtype, groups=groups)
         cases[case.name] = case
     return [*cases.values()]
 
 
 class Buffers:
-    """Random data of which all points' inputs are views: filling new inputs takes the longest."""
+    """Random data of which the points' rows are views: filling new inputs takes the longest."""
 
-    def __init__(self, elements: int) -> None:
+    def __init__(self, cases: list[Case]) -> None:
+        rows = [case.rows * case.cols for case in cases if case.family.layout == ROWS]
         self.data = {
-            dtype: [torch.randn(elements, device=timing.DEVICE, dtype=dtype) for _ in range(2)]
-            for dtype in (torch.bfloat16, torch.float32)
-        }
+            dtype: [torch.randn(max(rows) + (1 << 25), device=timing.DEVICE, dtype=dtype)
+                    for _ in range(2)]
+            for dtype in {case.torch_dtype for case in cases if rows}
+        }  # fmt: skip
 
     def inputs(self, case: Case, place: int = 0, most: int = timing.MAX_INPUTS) -> list[Tensors]:
         """Distinct inputs, together larger than L2 if `most` of them suffice."""
-        dtype, size = case.torch_dtype, case.rows * case.cols
-        x, dy = self.data[dtype]
+        count = timing.input_count(case.bytes, timing.l2_bytes(), most)
+        if case.family.layout != ROWS:
+            return make_inputs(case, count)
+        size = case.rows * case.cols
+        x, dy = self.data[case.torch_dtype]
         stride = -(-size // 64) * 64  # every input starts aligned
         skipped = min(place * PLACE_ELEMENTS, (x.numel() - size) // 64 * 64)
-        count = timing.input_count(case.bytes, timing.l2_bytes(), most)
         count = max(1, min(count, (x.numel() - skipped) // stride))
         shared = {"weight": x[: case.cols], "bias": dy[: case.cols]}
         shared = {name: shared[name] for name in case.family.inputs if name in shared}
-        made = []
-        for start in range(skipped, skipped + count * stride, stride):
-            one = {name: data[start : start + size].view(case.rows, case.cols)
-                   for name, data in (("x", x), ("dy", dy))}  # fmt: skip
-            made.append({**one, **shared})
-        return made
+        return [
+            {"x": x[start : start + size].view(case.shape),
+             "dy": dy[start : start + size].view(case.shape), **shared}
+            for start in range(skipped, skipped + count * stride, stride)
+        ]  # fmt: skip
 
 
 @torch.no_grad()
@@ -134,18 +130,15 @@ def measure(
             assert calls is not None
             times[name].append(timing.graph_time(calls, count=count, **options))
         del taken
-    row: dict[str, Any] = results.row_of(case)
-    del row["bytes"]
-    for name in times:
-        row[f"{name}_us"] = round(statistics.median(times[name]), 3)
-    row["ratio"] = round(row["ours_us"] / row[f"{other}_us"], 3)
-    return row
+    row = results.row_of(case)
+    row |= {f"{name}_us": round(statistics.median(found), 3) for name, found in times.items()}
+    return {**row, "ratio": round(row["ours_us"] / row[f"{other}_us"], 3)}
 
 
 def sweep(cases: list[Case], seconds: float, other: str = "eager") -> dict[str, Any]:
     """The part of the results file: how many points were timed and were slower, and the worst."""
     start = time.monotonic()
-    buffers = Buffers(max(case.rows * case.cols for case in cases) + (1 << 25))
+    buffers = Buffers(cases)
     most = FEW_INPUTS if len(cases) > MANY_POINTS else timing.MAX_INPUTS
     rows = []
     for number, case in enumerate(cases):
@@ -164,31 +157,23 @@ def sweep(cases: list[Case], seconds: float, other: str = "eager") -> dict[str, 
     ]
     again.sort(key=lambda row: -row["ratio"])
     slower = sum(row["ratio"] > 1 for row in again)
-    return {
-        **results.stamp(),
-        "against": other,
-        "points": len(rows),
-        "left_out": len(cases) - len(rows),
-        "timed_again": len(again),
-        "slower": slower,
-        "worst": again[: max(WORST, slower)],
-    }
+    return {**results.stamp(), "against": other, "points": len(rows),
+            "left_out": len(cases) - len(rows), "timed_again": len(again), "slower": slower,
+            "worst": again[: max(WORST, slower)]}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sweep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--budget-seconds", type=float, default=230)
     parser.add_argument("--compile", type=int, metavar="POINTS", help="against torch.compile")
+    parser.add_argument("--groups", action="store_true", help="odd shapes of group norms")
     parser.add_argument("--output", type=Path, help="the results file")
     arguments = parser.parse_args(argv)
     require_kernels()
 
     start = time.monotonic()
-    cases, other = points(), "eager"
+    cases, other = group_points() if arguments.groups else points(), "eager"
     if arguments.compile:
         cases, other = cases[: arguments.compile], "compile"
         configure_compile()
@@ -196,6 +181,11 @@ def main(argv: list[str] | None = None) -> None:
     left = arguments.budget_seconds - (time.monotonic() - start)
     part = sweep(cases, left, other)
     print(f"{part['left_out']} points left out for time, {part['timed_again']} timed again")
+    if arguments.groups:
+        for row in part["worst"]:
+            print(f"{row['ratio']:.3f} {results.case_of(row).text}: {row['ours_us']:.2f} us, "
+                  f"{other} {row[f'{other}_us']:.2f}")  # fmt: skip
+        return
     print("\n".join(report.swept(part, other)))
     path = arguments.output or results.default_path(torch.cuda.get_device_name())
     results.update(path, "sweep_compile" if arguments.compile else "sweep", part)

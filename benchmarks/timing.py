@@ -11,6 +11,8 @@ Host and wall time: a shared host's speed changes by the minute, so compared var
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import math
 import statistics
@@ -28,6 +30,7 @@ Call = Callable[[], Any]
 REPLAY_SECONDS = 1e-3
 MAX_INPUTS = 256
 MAX_CALLS = 512
+PATIENCE = 30  # attempts at a call for which there is not enough memory
 # Memory of finished graphs goes back to the device when the allocator holds more than this.
 MAX_RESERVED = 24 << 30
 
@@ -90,6 +93,27 @@ class Graph:
         self.graph.reset()
         if torch.cuda.memory_reserved() > MAX_RESERVED:
             torch.cuda.empty_cache()
+
+
+def sentence(problem: BaseException) -> str:
+    """The first line of the problem's text. Raises the problem if it lost the CUDA context."""
+    text = str(problem).strip() or type(problem).__name__
+    if "CUDA error" in text or "device-side assert" in text:
+        raise problem
+    return text.splitlines()[0]
+
+
+def patiently(call: Callable[[], Any], free: Callable[[], Any] = lambda: None) -> Any:
+    """A call's result. Without memory it waits: other processes free theirs once prepared."""
+    for left in reversed(range(PATIENCE)):
+        try:
+            return call()
+        except torch.OutOfMemoryError:
+            if left == 0:
+                raise
+        free()
+        torch.cuda.empty_cache()
+        time.sleep(2)
 
 
 def graph_time(calls: Sequence[Call], *, count: int | None = None, **options: Any) -> float:
@@ -164,6 +188,22 @@ def turns(names: Sequence[str], rounds: int) -> Iterator[str]:
     for number in range(rounds):
         for place in range(len(names)):
             yield names[(number + place) % len(names)]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Disables the garbage collector, which would otherwise run at any time.
+
+    Existing objects are frozen, so that an explicit gc.collect() in between takes no time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def summary(name: str, times: Sequence[float], unit: str = "us") -> dict[str, float]:

@@ -7,21 +7,20 @@
 
 Each argument is a case, "ROWSxCOLS DTYPE OP", and after bars the options to force one after the
 other (parts of a plan, in the words of `force_plan` in csrc/bindings/force_plan.h). The plan's own
-choice is always timed first. A * stands for every value that its part can have beside the other
-parts, and for none where a strategy lacks the part; the fastest plans are then named at the end.
-Each plan is timed once: options without a plan, and those that give a plan already listed, are
-named and not timed. --list prints the options of each case and times nothing, also without a GPU.
-Each result is compared with PyTorch's own, so that a fast but wrong plan is noticed. That
-comparison leaves other data in L2, and what makes room there first then takes some 5% longer: plans
-that load in different ways are better timed with --no-check.
+choice is always timed first. A * stands for every value that its part can have, and for none; the
+fastest plans are then named at the end. No plan is timed twice. --list prints the options of each
+case and times nothing, also without a GPU. Each result is compared with PyTorch's own, so that a
+fast but wrong plan is noticed. That comparison leaves other data in L2, and what makes room there
+first then takes some 5% longer: plans that load in different ways are better timed with --no-check.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -32,35 +31,32 @@ from benchmarks.ours import make_inputs, ours, require_kernels, time_calls
 
 PLANNED = "(plan)"  # the label of the plan's own choice
 FASTEST = 8  # plans that are named
-STRATEGIES = ("warp", "block", "ring", "split", "stream", "few_rows",
-              "group", "rows")  # fmt: skip
 HOPPER = {"capability": 90, "sms": 132, "shared_memory": 232448, "l2_bytes": 50 << 20}
-
+# What a * stands for. Numbers go up to the kernels' limits or beyond them. Of blocks_per_row: for
+# each number of rows that run at once, the most blocks that each row can have.
+VALUES: dict[str, tuple[str | int, ...]] = {
+    "strategy": ("warp", "block", "ring", "split", "stream", "few_rows", "group", "rows"),
+    "vecs": tuple(range(1, 33)),
+    "teams": tuple(range(1, 17)),
+    "bulk": (0, 1),
+    "stages": tuple(range(1, 9)),
+    "lag": (1, 2, 3),
+    "long": (0, 1),
+    "blocks_per_row": tuple(sorted({132 // (132 // blocks) for blocks in range(1, 133)})),
+}
 Plan = dict[str, Any]
-
-
-def parse_line(line: str, forces: list[str]) -> tuple[Case, list[str]]:
-    """A case and its list of forced options."""
-    case, *own = (part.strip() for part in line.split("|"))
-    return parse_case(case), [*forces, *own]
 
 
 def error(result: object, expected: list[torch.Tensor]) -> float:
     """The largest relative error (in the 2-norm) over the outputs; NaN if any output has one."""
     outputs = [result] if isinstance(result, torch.Tensor) else list(result)  # type: ignore[call-overload]
-    worst = 0.0
-    for out, want in zip(outputs, expected, strict=True):
-        difference = float((out.float() - want.float()).norm() / want.float().norm())
-        if not difference <= worst:  # also true of NaN, which then stays
-            worst = difference
-        if worst != worst:
-            break
-    return worst
+    errors = [float((out.float() - want.float()).norm() / want.float().norm())
+              for out, want in zip(outputs, expected, strict=True)]  # fmt: skip
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
-def tune(case: Case, forces: list[str], arguments: argparse.Namespace) -> None:
+def tune(case: Case, forces: list[str], check: bool, shows: bool, seconds: float) -> None:
     """Times one case as planned and under each of the options, and prints a line for each."""
-    check, seconds = not arguments.no_check, arguments.seconds
     force = torch.ops.fused_layernorm._force
     copy_us = timing.copy_time(case.rows, case.cols, case.torch_dtype, seconds=seconds)
     target = "" if case.target is None else f", target {case.target:.2f}"
@@ -69,90 +65,67 @@ def tune(case: Case, forces: list[str], arguments: argparse.Namespace) -> None:
     expected = providers.reference(case, inputs[0]) if check else []
     calls = [ours(case, one) for one in inputs]
     times: list[tuple[float, str]] = []
-    for label, plan in options_of(case, forces, current_device()):
+    for label, plan in options_of(case, forces):
         try:
             force(None if label == PLANNED else label)
-            wrong = error(calls[0](), expected) if check else 0.0
+            note = f"  error {error(calls[0](), expected):.1e}" if check else ""
             torch.cuda.synchronize()
             us = time_calls(case, calls, seconds=seconds)
-            note = f"  error {wrong:.1e}" if check else ""
         except (RuntimeError, ValueError) as problem:
-            sentence = str(problem).strip().splitlines()[0]
-            print(f"  {label:<48} failed: {sentence}", flush=True)
-            if "CUDA error" in str(problem):  # the context is lost: all later calls would fail
-                raise
+            print(f"  {label:<48} failed: {timing.sentence(problem)}", flush=True)
             continue
         finally:
             force(None)
         times.append((us, label))
-        if arguments.plan:
-            note += f"\n    {json.dumps(plan)}"
+        note += f"\n    {json.dumps(plan)}" if shows else ""
         print(f"  {label:<48} {us:9.2f} us  ratio {case.ratio(us, copy_us):.3f}{note}", flush=True)
     if any("*" in options for options in forces):
         fastest = "; ".join(f"{us:.2f} us {label}" for us, label in sorted(times)[:FASTEST])
         print(f"  the fastest: {fastest}", flush=True)
 
 
-def options_of(case: Case, forces: list[str], device: dict[str, int]) -> Iterator[tuple[str, Plan]]:
+def options_of(case: Case, forces: list[str]) -> Iterator[tuple[str, Plan]]:
     """The options to time, each with its plan: the plan's own choice first, and no plan twice.
 
     Prints why options of `forces` without a * are left out.
     """
-    own = plan_under(None, case, device)
-    names = {json.dumps(own): PLANNED}
-    yield PLANNED, own
-    for forced in forces:
-        for options in expanded(case, forced, device):
+    names: dict[str, str] = {}
+    for forced in ["", *forces]:
+        for options in expanded(forced):
+            label = options or PLANNED
             try:
-                plan = plan_under(options, case, device)
+                plan = plan_under(options or None, case)
             except ValueError as problem:
-                print(f"  {options:<48} failed: {str(problem).splitlines()[0]}", flush=True)
+                if "*" not in forced:
+                    print(f"  {label:<48} failed: {str(problem).splitlines()[0]}", flush=True)
                 continue
-            name = names.setdefault(json.dumps(plan), options)
-            if name == options:
-                yield options, plan
+            known = names.setdefault(json.dumps(plan), label)
+            if known == label:
+                yield label, plan
             elif "*" not in forced:
-                print(f"  {options:<48} is {name}", flush=True)
+                print(f"  {label:<48} is {known}", flush=True)
 
 
-def expanded(case: Case, options: str, device: dict[str, int]) -> Iterator[str]:
-    """The options with values in the place of every *, from the first to the last."""
-    words = options.split()
-    star = next((i for i, word in enumerate(words) if word.endswith("=*")), None)
-    if star is None:
-        yield options
-        return
-    field = words[star].removesuffix("=*")
-    possible = False
-    for value in values_of(field, device):
-        tried = [*words[:star], f"{field}={value}", *words[star + 1 :]]
-        try:
-            plan_under(" ".join(word for word in tried if "*" not in word), case, device)
-        except ValueError:
-            continue
-        possible = True
-        yield from expanded(case, " ".join(tried), device)
-    if not possible:
-        yield from expanded(case, " ".join(words[:star] + words[star + 1 :]), device)
+def expanded(options: str) -> Iterator[str]:
+    """The options with values, and with nothing, in the place of every *."""
+    choices = []
+    for word in options.split():
+        part, _, value = word.partition("=")
+        if value == "*" and part not in VALUES:
+            raise ValueError(f"expected one of {', '.join(VALUES)} before =*, got {part!r}")
+        choices.append([f"{part}={one}" for one in VALUES[part]] + [""] if value == "*" else [word])
+    for words in itertools.product(*choices):
+        yield " ".join(filter(None, words))
 
 
-def values_of(field: str, device: dict[str, int]) -> Iterable[str | int]:
-    """The values that a * stands for. Numbers go up to the kernels' limits or beyond them."""
-    sms = device["sms"]
-    values: dict[str, Iterable[str | int]] = {
-        "strategy": STRATEGIES,
-        "vecs": range(1, 33),
-        "teams": range(1, 17),
-        "bulk": (0, 1),
-        "stages": range(1, 9),
-        "lag": range(1, 4),
-        "long": (0, 1),
-        # For each number of rows that run at once, the most blocks that each row can have.
-        "blocks_per_row": sorted({sms // (sms // blocks) for blocks in range(1, sms + 1)}),
-    }
-    if field not in values:
-        raise ValueError(f"expected one of {', '.join(values)} before =*, got {field!r}")
-    return values[field]
+def plan_under(options: str | None, case: Case, device: dict[str, int] | None = None) -> Plan:
+    """The plan of a case under these options, on this device or, without one, on an H100; raises
+    ValueError if there is none."""
+    torch.ops.fused_layernorm._force(options)
+    try:
+        return plan_of(case, device or current_device())
+    finally:
+        torch.ops.fused_layernorm._force(None)
 
 
 def current_device() -> dict[str, int]:
@@ -160,22 +133,9 @@ def current_device() -> dict[str, int]:
     if not torch.cuda.is_available():
         return HOPPER
     device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {
-        "capability": 10 * device.major + device.minor,
-        "sms": device.multi_processor_count,
-        "shared_memory": device.shared_memory_per_block_optin,
-        "l2_bytes": device.L2_cache_size,
-    }
-
-
-def plan_under(options: str | None, case: Case, device: dict[str, int]) -> Plan:
-    """The plan of a case on a device under these options; raises ValueError if there is none."""
-    force = torch.ops.fused_layernorm._force
-    force(options)
-    try:
-        return plan_of(case, device)
-    finally:
-        force(None)
+    return {"capability": 10 * device.major + device.minor, "sms": device.multi_processor_count,
+            "shared_memory": device.shared_memory_per_block_optin,
+            "l2_bytes": device.L2_cache_size}  # fmt: skip
 
 
 def plan_of(case: Case, device: dict[str, int]) -> Plan:
@@ -199,11 +159,8 @@ def plan_of(case: Case, device: dict[str, int]) -> Plan:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("lines", nargs="*", metavar="CASE | FORCE | ...")
     parser.add_argument("--force", action="append", default=[], help="options tried on every case")
     parser.add_argument("--list", action="store_true", help="print the options, time nothing")
@@ -211,20 +168,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--plan", action="store_true", help="print the plan of each line")
     parser.add_argument("--seconds", type=float, default=0.03, help="device time per measurement")
     arguments = parser.parse_args(argv)
-    work = [parse_line(line, arguments.force) for line in arguments.lines]
-
     if arguments.list:
         import fused_layernorm  # noqa: F401  (registers the operators)
-
-        for case, forces in work:
+    else:
+        require_kernels()
+    for line in arguments.lines:
+        text, *own = (part.strip() for part in line.split("|"))
+        case, forces = parse_case(text), [*arguments.force, *own]
+        if arguments.list:
             print(f"\n{case.name}")
-            for label, plan in options_of(case, forces, current_device()):
+            for label, plan in options_of(case, forces):
                 print(f"  {label:<48} {json.dumps(plan) if arguments.plan else ''}".rstrip())
-        return
-    require_kernels()
-    for case, forces in work:
-        tune(case, forces, arguments)
-        torch.cuda.empty_cache()
+        else:
+            tune(case, forces, not arguments.no_check, arguments.plan, arguments.seconds)
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

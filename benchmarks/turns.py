@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -38,6 +40,19 @@ def preparing(lock: Path | None) -> contextlib.AbstractContextManager[None]:
 def measuring(lock: Path | None) -> contextlib.AbstractContextManager[None]:
     """Holds the exclusive lock: no other process prepares or measures. Does nothing for None."""
     return _holding(lock, fcntl.LOCK_EX)
+
+
+def collect(
+    module: str, calls: Sequence[Sequence[str]], jobs: int, seconds: float
+) -> list[tuple[dict[str, Any], str | None]]:
+    """As `run`: for each call what it wrote to the JSON file behind its "--output", and why not."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{number}.json" for number in range(len(calls))]
+        with_files = [[*call, "--output", str(file)]
+                      for call, file in zip(calls, files, strict=True)]  # fmt: skip
+        problems = run(module, with_files, jobs, seconds)
+        return [(json.loads(file.read_text()) if problem is None else {}, problem)
+                for file, problem in zip(files, problems, strict=True)]  # fmt: skip
 
 
 def run(module: str, calls: Sequence[Sequence[str]], jobs: int, seconds: float) -> list[str | None]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import itertools
 import os
 import re
 import shutil
@@ -40,9 +39,6 @@ INSTRUCTION = 16  # bytes, on every architecture from sm_70 on
 STORE_LOCAL, LOAD_LOCAL = 0x387, 0x983
 # Arguments lie in constant bank 0, behind what the driver keeps there.
 FIRST_ARGUMENT = 0x160
-# Kernels of different names are paired below this distance: 0 is alike, 2 is nothing in common.
-NEAR = 1.2
-CANDIDATES = 100  # kernels of the nearest mixes of instructions, whose names are compared too
 
 
 @dataclass(eq=False)
@@ -169,64 +165,20 @@ def without_parameters(name: str) -> str:
     return name
 
 
-def take(old: list[Kernel], new: list[Kernel], key: str) -> int:
-    """Removes from both lists the pairs of kernels with the same `key`; returns their number.
-
-    Of several kernels with the same code, those with the same name are paired first.
-    """
-    before = len(old)
-    for keys in (("arch", "name", key), ("arch", key)):
-        there: dict[tuple[str, ...], list[Kernel]] = defaultdict(list)
-        for kernel in new:
-            there[tuple(getattr(kernel, one) for one in keys)].append(kernel)
-        left = []
-        for kernel in old:
-            alike = there[tuple(getattr(kernel, one) for one in keys)]
-            if alike:
-                alike.pop()
-            else:
-                left.append(kernel)
-        old[:] = left
-        new[:] = [kernel for kernels in there.values() for kernel in kernels]
-    return before - len(old)
-
-
-def words_of(name: str) -> Counter[str]:
-    """The words of a name, and its pairs of neighbouring words, because their order counts too."""
-    words = re.findall(r"\w+", name)
-    return Counter([*words, *map(" ".join, itertools.pairwise(words))])
-
-
-def pairs_of(old: list[Kernel], new: list[Kernel]) -> list[tuple[Kernel, Kernel | None]]:
-    """Each of OLD's kernels with its counterpart: the same name, else the nearest one."""
-    by_name = {(kernel.arch, kernel.name): kernel for kernel in new}
-    named = [(kernel, by_name.get((kernel.arch, kernel.name))) for kernel in old]
-    paired = {id(kernel): other for kernel, other in named if other is not None}
-    taken = {id(other) for other in paired.values()}
-
-    scored = []
-    free = [kernel for kernel in new if id(kernel) not in taken]
-    operations = sorted({op for kernel in (*old, *free) for op in kernel.mix})
-    mixes = np.array([[kernel.mix[op] for op in operations] for kernel in free], float)
-    words = [words_of(kernel.name) for kernel in free]
+def pairs(old: list[Kernel], new: list[Kernel], *keys: str) -> list[tuple[Kernel, Kernel]]:
+    """Removes from both lists the pairs of kernels that are alike in these keys; returns them."""
+    there: dict[tuple[str, ...], list[Kernel]] = defaultdict(list)
+    for kernel in new:
+        there[tuple(getattr(kernel, key) for key in keys)].append(kernel)
+    found, left = [], []
     for kernel in old:
-        if id(kernel) in paired or not free:
-            continue
-        mix = np.array([kernel.mix[op] for op in operations], float)
-        far = np.abs(mixes - mix).sum(1) / (mixes.sum(1) + mix.sum())
-        mine = words_of(kernel.name)
-        for number in np.argsort(far)[:CANDIDATES]:
-            other, theirs = free[number], words[number]
-            if other.arch == kernel.arch:
-                shared = (mine & theirs).total()
-                apart = 1 - 2 * shared / (mine.total() + theirs.total())
-                scored.append((far[number] + apart, kernel, other))
-    scored = [entry for entry in scored if entry[0] < NEAR]
-    for _, kernel, other in sorted(scored, key=lambda item: item[0]):
-        if id(kernel) not in paired and id(other) not in taken:
-            paired[id(kernel)] = other
-            taken.add(id(other))
-    return [(kernel, paired.get(id(kernel))) for kernel in old]
+        alike = there[tuple(getattr(kernel, key) for key in keys)]
+        if alike:
+            found.append((kernel, alike.pop()))
+        else:
+            left.append(kernel)
+    old[:], new[:] = left, [kernel for kernels in there.values() for kernel in kernels]
+    return found
 
 
 def changed(old: Kernel, new: Kernel) -> str:
@@ -278,17 +230,16 @@ def main() -> int:
     old, new = read_binary(arguments.old), read_binary(arguments.new)
     print(families(old, new))
 
-    old_left, new_left = list(old), list(new)
-    identical = take(old_left, new_left, "exact")
-    moved = take(old_left, new_left, "loose")
-    pairs = pairs_of(old_left, new_left)
-    alone = [kernel for kernel, other in pairs if other is None]
-    both = [(kernel, other) for kernel, other in pairs if other is not None]
-    used = {id(other) for _, other in both}
-    added = [kernel for kernel in new_left if id(kernel) not in used]
+    gone, added = list(old), list(new)
+    # Of several kernels with the same code, those with the same name are paired first.
+    identical, moved = (
+        len(pairs(gone, added, "arch", "name", key)) + len(pairs(gone, added, "arch", key))
+        for key in ("exact", "loose")
+    )
+    both = pairs(gone, added, "arch", "name")
     print(
         f"\nof {len(old)} kernels: {identical} identical, {moved} identical but for parameters, "
-        f"{len(both)} changed, {len(alone)} gone; of {len(new)} kernels "
+        f"{len(both)} changed, {len(gone)} gone; of {len(new)} kernels "
         f"now, {len(added)} are new"
     )
 
@@ -299,15 +250,14 @@ def main() -> int:
     ))  # fmt: skip
     shown = len(both) if arguments.lines == 0 else arguments.lines
     for kernel, other in both[:shown]:
-        name = "" if other.name == kernel.name else f"\n      now {other.name}"
-        print(f"  {kernel.arch} {kernel.name}{name}\n      {changed(kernel, other)}")
-    for label, kernels in (("gone", alone), ("new", added)):
+        print(f"  {kernel.arch} {kernel.name}\n      {changed(kernel, other)}")
+    for label, kernels in (("gone", gone), ("new", added)):
         for kernel in kernels[:shown]:
             print(
                 f"  {label}: {kernel.arch} {kernel.name}: {kernel.registers} registers, "
                 f"stack {kernel.stack}, code {kernel.size}"
             )
-    for label, count in (("changed", len(both)), ("gone", len(alone)), ("new", len(added))):
+    for label, count in (("changed", len(both)), ("gone", len(gone)), ("new", len(added))):
         if count > shown:
             print(f"  and {count - shown} more {label}: --lines 0 shows all")
 

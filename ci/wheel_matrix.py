@@ -8,6 +8,8 @@ those of the binary interface. A Python that this machine lacks fails the check,
 in --without.
 
     python ci/wheel_matrix.py dist/fused_layernorm-*.whl
+    python ci/wheel_matrix.py --fetch FOLDER      downloads what it installs, ahead of time; a run
+                                                  with --wheels FOLDER then takes it from there
 """
 
 import argparse
@@ -25,18 +27,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # compilation, errors.
 BINARY = tuple(
     f"tests/test_{name}.py"
-    for name in (
-        "autocast",
-        "autograd",
-        "autograd_library",
-        "compile",
-        "direct_calls",
-        "errors",
-        "main",
-        "opcheck",
-        "override",
-    )
-)
+    for name in ("autocast", "autograd", "autograd_library", "compile", "direct_calls", "errors",
+                 "main", "opcheck", "override")
+)  # fmt: skip
 ALL: tuple[str, ...] = ("tests",)
 # (Python, torch, tests). The newest of each with all tests, the oldest, and the minor versions
 # between them, each of which has an autograd library of its own in the wheel. Where there are no
@@ -56,6 +49,7 @@ JOBS = min(4, os.cpu_count() or 1)  # processes that run the tests
 INSTALL_TRIES = 3
 PAUSE_SECONDS = 30
 COPIED = ["tests", "examples", "docs", "pyproject.toml"]
+QUIETLY = ("-q", "--disable-pip-version-check", "--progress-bar", "off")
 
 WHERE = """
 import sys, torch, fused_layernorm
@@ -121,23 +115,38 @@ def find_python(version: str) -> str | None:
     """An interpreter of this minor version: on PATH, else one that pyenv keeps."""
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
     kept = sorted(pyenv.glob(f"versions/{version}.*/bin/python"), reverse=True)
-    for candidate in [shutil.which(f"python{version}"), *map(str, kept)]:
-        if candidate is not None:
-            # PATH may have a pyenv shim of a version that is not active, so ask for the version.
-            probe = subprocess.run(
-                [candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if probe.stdout.strip() == version:
-                return candidate
+    for candidate in filter(None, [shutil.which(f"python{version}"), *map(str, kept)]):
+        # PATH may have a pyenv shim of a version that is not active, so ask for the version.
+        asked = [candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        probe = subprocess.run(asked, capture_output=True, text=True, check=False)
+        if probe.stdout.strip() == version:
+            return candidate
     return None
 
 
+def fetch(folder: Path) -> None:
+    """Downloads what the environments get. What fails is left to their installation."""
+    for version, torch, _ in MATRIX:
+        if interpreter := find_python(version):
+            wanted = ["-m", "pip", "download", *QUIETLY, "-d", str(folder), "--only-binary=:all:"]
+            done = subprocess.run([interpreter, *wanted, f"torch=={torch}", *PACKAGES], check=False)
+            print(f"Python {version}, torch {torch}: exit status {done.returncode}", flush=True)
+
+
+def copy_tests(work: Path) -> None:
+    work.mkdir()
+    for source in (REPOSITORY / name for name in COPIED if (REPOSITORY / name).exists()):
+        if source.is_dir():
+            left_out = shutil.ignore_patterns("__pycache__", "*.so")
+            shutil.copytree(source, work / source.name, ignore=left_out)
+        else:
+            shutil.copy(source, work)
+
+
 def run_pair(
-    version: str, torch: str, wheel: Path, tests: tuple[str, ...], more: list[str]
-) -> Result:
+    version: str, torch: str, wheel: Path, tests: tuple[str, ...], wheels: Path | None,
+    more: list[str],
+) -> Result:  # fmt: skip
     """Trains a small model, and runs the tests, if any, with more arguments of pytest."""
     interpreter = find_python(version)
     if interpreter is None:
@@ -146,39 +155,32 @@ def run_pair(
         # No plug-in or path of the calling environment reaches into this one.
         env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         env["OMP_NUM_THREADS"] = "1"
+        work, python = Path(folder) / "work", Path(folder) / "venv" / "bin" / "python"
+        copy_tests(work)
 
-        def run(*command: str | Path, tries: int = 1) -> None:
-            for left in reversed(range(tries)):
-                done = subprocess.run(
-                    [str(part) for part in command], cwd=work, env=env, check=False
-                )
-                if done.returncode == 0:
-                    return
-                free = shutil.disk_usage(work).free / 1e9
-                print(f"exit status {done.returncode}, {free:.1f} GB free, {left} tries left")
-                if left > 0:
-                    time.sleep(PAUSE_SECONDS)
-            done.check_returncode()
+        def run(*command: str | Path) -> None:
+            subprocess.run([*map(str, command)], cwd=work, env=env, check=True)
 
-        work = Path(folder) / "work"
-        work.mkdir()
-        for name in COPIED:
-            source = REPOSITORY / name
-            if source.is_dir():
-                shutil.copytree(
-                    source, work / name, ignore=shutil.ignore_patterns("__pycache__", "*.so")
-                )
-            elif source.exists():
-                shutil.copy(source, work / name)
-        python = Path(folder) / "venv" / "bin" / "python"
+        def install(*wanted: str | Path) -> None:
+            pip: list[str | Path] = [python, "-m", "pip", "install", *QUIETLY, "--no-compile"]
+            tries: list[list[str | Path]] = [[]] * INSTALL_TRIES
+            tries = [["--no-index", "--find-links", wheels], *tries] if wheels else tries
+            for number, how in enumerate(tries, 1):
+                try:
+                    return run(*pip, *how, *wanted)
+                except subprocess.CalledProcessError:
+                    free = shutil.disk_usage(work).free / 1e9
+                    print(f"not installed, {free:.1f} GB free, {len(tries) - number} tries left")
+                    if number == len(tries):
+                        raise
+                    time.sleep(0 if how else PAUSE_SECONDS)
+
         step = "make the environment"
         try:
             run(interpreter, "-m", "venv", Path(folder) / "venv")
             step = "install"
-            pip = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check",
-                   "--progress-bar", "off")  # fmt: skip
-            run(*pip, f"torch=={torch}", *PACKAGES, tries=INSTALL_TRIES)
-            run(*pip, wheel)
+            install(f"torch=={torch}", *PACKAGES)
+            install("--no-deps", wheel)
             step = "import"
             run(python, "-c", WHERE, torch)
             run(python, "-m", "fused_layernorm")
@@ -196,22 +198,29 @@ def run_pair(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wheel", type=Path)
+    parser.add_argument("wheel", type=Path, nargs="?")
+    parser.add_argument("--fetch", type=Path, metavar="FOLDER", help="only download")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="what was downloaded")
     parser.add_argument("--only", metavar="PYTHON", help="only the lines of this Python")
     lacking = "leave out the lines of this Python, which the machine lacks"
     parser.add_argument("--without", metavar="PYTHON", action="append", default=[], help=lacking)
     parser.add_argument("pytest_arguments", nargs="*", help="after --: passed on to pytest")
     arguments = parser.parse_args()
+    if arguments.fetch:
+        fetch(arguments.fetch)
+        return 0
+    if arguments.wheel is None:
+        parser.error("expected a wheel")
+    wheel, wheels = arguments.wheel.resolve(), arguments.wheels and arguments.wheels.resolve()
     results = []
     for version, torch, tests in MATRIX:
         if arguments.only in (None, version) and version not in arguments.without:
             print(f"-- Python {version}, torch {torch}", flush=True)
             start = time.monotonic()
-            wheel = arguments.wheel.resolve()
-            result = run_pair(version, torch, wheel, tests, arguments.pytest_arguments)
+            result = run_pair(version, torch, wheel, tests, wheels, arguments.pytest_arguments)
             seconds = time.monotonic() - start
             results.append(result._replace(outcome=f"{result.outcome} ({seconds:.0f} s)"))
-    print(f"{arguments.wheel.name}:")
+    print(f"{wheel.name}:")
     for result in results:
         print(f"  Python {result.python:<5} torch {result.torch:<7} {result.outcome}")
     return 0 if results and all(result.passed for result in results) else 1

@@ -28,7 +28,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from _common import device, device_name, graphed, largest_error, milliseconds, say
-from torch import nn
+from torch import Tensor, nn
 
 from fused_layernorm import ada_layer_norm, add_ada_layer_norm
 
@@ -42,11 +42,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v)
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Parts(nn.Module):
@@ -60,7 +58,7 @@ class Parts(nn.Module):
         )
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
-    def modulations(self, condition: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def modulations(self, condition: Tensor) -> tuple[Tensor, ...]:
         """shift, scale and gate of the attention, then of the MLP: each (batch, 1, width)."""
         return self.modulation(condition)[:, None].chunk(6, dim=-1)
 
@@ -68,34 +66,28 @@ class Parts(nn.Module):
 class Block(Parts):
     """The plain block."""
 
-    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulations(condition)
         x = x + gate1 * self.attention(normalize(x) * (1 + scale1) + shift1)
         return x + gate2 * self.mlp(normalize(x) * (1 + scale2) + shift2)
 
 
-def normalize(x: torch.Tensor) -> torch.Tensor:
+def normalize(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=EPS)
 
 
 class FusedBlock(Parts):
     """The block rewritten: from (hidden, residual, gate) to (hidden, residual, gate)."""
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        gate: torch.Tensor | None,
-        condition: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, hidden: Tensor, residual: Tensor | None, gate: Tensor | None,
+                condition: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulations(condition)
         if residual is None:  # the first block: nothing to add yet
             y, residual = ada_layer_norm(hidden, shift1, scale1, eps=EPS), hidden
         else:
             y, residual = add_ada_layer_norm(hidden, residual, gate, shift1, scale1, eps=EPS)
-        y, residual = add_ada_layer_norm(
-            self.attention(y), residual, gate1, shift2, scale2, eps=EPS
-        )
+        hidden = self.attention(y)
+        y, residual = add_ada_layer_norm(hidden, residual, gate1, shift2, scale2, eps=EPS)
         return self.mlp(y), residual, gate2
 
 
@@ -110,7 +102,7 @@ class Transformer(nn.Module):
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
         self.out = nn.Linear(width, channels)
 
-    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x, condition)
         shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
@@ -122,7 +114,7 @@ class FusedTransformer(Transformer):
 
     block = FusedBlock
 
-    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         first, *others = self.blocks
         hidden, residual, gate = first(x, None, None, condition)
         for block in others:
@@ -132,10 +124,7 @@ class FusedTransformer(Transformer):
         return self.out(y)
 
 
-Tensors = dict[str, torch.Tensor]
-
-
-def gradients(model: nn.Module, inputs: tuple[torch.Tensor, ...], dy: torch.Tensor) -> Tensors:
+def gradients(model: nn.Module, inputs: tuple[Tensor, ...], dy: Tensor) -> dict[str, Tensor]:
     """The output and the gradients of the inputs and of every parameter, by name."""
     x, condition = (tensor.detach().requires_grad_() for tensor in inputs)
     y = model(x, condition)
@@ -145,7 +134,7 @@ def gradients(model: nn.Module, inputs: tuple[torch.Tensor, ...], dy: torch.Tens
 
 
 @torch.no_grad()
-def inference(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def inference(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     return model(*inputs)
 
 
@@ -160,11 +149,9 @@ def main() -> None:
     plain = Transformer(depth, width, heads, channels).to(where)
     fused = FusedTransformer(depth, width, heads, channels).to(where)
     fused.load_state_dict(plain.state_dict())
-    inputs = (
-        torch.randn(batch, length, width, device=where),
-        torch.randn(batch, width, device=where),
-    )
-    dy = torch.randn(batch, length, channels, device=where)
+    with where:
+        inputs = torch.randn(batch, length, width), torch.randn(batch, width)
+        dy = torch.randn(batch, length, channels)
 
     error = largest_error(gradients(plain, inputs, dy), gradients(fused, inputs, dy))
     say(f"largest relative difference of the output and of all gradients, float32: {error:.1e}")
@@ -179,14 +166,10 @@ def main() -> None:
             ("inference", lambda model: inference(model, (x, condition))),
             ("training step", lambda model: gradients(model, (x, condition), dy)),
         ):
-            before, after = (
-                milliseconds(graphed(partial(step, model), where), where)
-                for model in (plain, fused)
-            )
-            say(
-                f"{name} in bfloat16, device time: plain {before:.2f} ms, fused {after:.2f} ms "
-                f"({before / after:.2f}x)"
-            )
+            before, after = (milliseconds(graphed(partial(step, model), where), where)
+                             for model in (plain, fused))  # fmt: skip
+            say(f"{name} in bfloat16, device time: plain {before:.2f} ms, fused {after:.2f} ms "
+                f"({before / after:.2f}x)")  # fmt: skip
 
 
 if __name__ == "__main__":

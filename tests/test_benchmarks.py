@@ -22,6 +22,7 @@ import libraries  # noqa: E402
 from benchmarks import (  # noqa: E402  # noqa: E402
     compare,
     families,
+    kernelbench,
     models,
     networks,
     ours,
@@ -314,6 +315,52 @@ def test_models_variants_are_what_they_say(monkeypatch):
     halves = models.halved(model, torch.float16).state_dict().values()
     assert [tensor.dtype for tensor in halves] == [torch.float16] * 3 + [torch.float32] * 2
     assert model[0].row._base is None, "its base would have another dtype, which Dynamo refuses"
+
+
+def test_layers_are_what_a_model_repeats():
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    layers = torch.nn.ModuleList([layer, torch.nn.Sequential(*layer)])
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), layers, torch.nn.LayerNorm(4))
+    assert models.layers_of(model) == [*layers]
+    assert models.layers_of(torch.nn.Sequential(*[torch.nn.Linear(4, 4)] * 2)) == []
+    models.compile_layers(model)
+    assert [one._compiled_call_impl is None for one in (layers[0], layers[1], model)] == [
+        False, False, True]  # fmt: skip
+
+
+SEEN = {"2/3": (32, 64, 32, 64, 64), "2/11": (512, 128, 17, 17), "2/17": (128, 128, 126, 126),
+        "2/19": (128, 64, 258, 258), "2/21": (128, 32, 254, 254), "2/23": (128, 24, 22, 30, 30),
+        "2/27": (1024, 16, 13, 29, 29), "2/28": (1024, 1, 1, 8192), "2/30": (1024, 8192),
+        "2/37": (32768, 4096), "2/60": (128, 16, 31, 63, 63), "2/61": (16, 128, 34, 34, 34),
+        "2/79": (128, 16, 14, 30, 30), "2/83": (128, 16, 14, 62, 62),
+        "2/85": (128, 64, 126, 126)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", kernelbench.PROBLEMS)
+def test_kernelbench_norms_see_the_shapes_of_its_problems(name):
+    shape, make = kernelbench.PROBLEMS[name]
+    seen = []
+    with torch.device("meta"), torch.no_grad():
+        chain = kernelbench.Chain(*make())
+        for module in chain.modules():
+            if "Norm" in type(module).__name__:
+                module.register_forward_pre_hook(lambda _, x: seen.append(tuple(x[0].shape)))
+        chain(torch.empty(shape))
+    assert (len(seen) > 0) == (name != "1/36")
+    assert seen[:1] == [SEEN.get(name, *seen[:1])] or not seen
+
+
+def test_kernelbench_names_what_is_slower(on_cpu, monkeypatch):
+    make = lambda: [torch.nn.Linear(8, 8), torch.nn.GroupNorm(2, 8)]  # noqa: E731
+    monkeypatch.setitem(kernelbench.PROBLEMS, "0/0", ((4, 8), make))
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    row = kernelbench.measure("0/0", rounds=2)
+    assert max(row[f"{variant}_error"] for variant in kernelbench.VARIANTS) < 1e-5
+    assert 0 < row["swapped_best_ms"] <= row["swapped_ms"]
+    row |= {"eager_ms": 1.0, "swapped_ms": 1.01, "compiled_ms": 2.0, "swapped_compiled_ms": 3.0}
+    said = kernelbench.text([row, {**row, "problem": "0/1", "swapped_compiled_ms": 1.0}])
+    assert [line.split()[0] for line in said.splitlines()[1:3]] == ["0/0", "0/1"]
+    assert said.count("SLOWER") == 1
 
 
 TURN = """

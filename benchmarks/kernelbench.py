@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KernelBench's chains with a norm: is a swap ever slower than without it, compiled or not?
+
+    python -m benchmarks.kernelbench [--problems 2/27,3/] [--add]
+
+Chains like those of its problems, at the shapes that the norms see there, in float32, forward,
+without TF32: the stock chain, swapped with neighbours, compiled, and swapped and compiled. Each
+problem has a process of its own; the processes compile side by side and measure one at a time, the
+four in turns. A time is the median of the rounds, in milliseconds of wall time. Shown are the
+ratios swapped / stock and swapped and compiled / compiled, the largest first, and SLOWER where one
+is above 1.02. All must agree with the stock chain. A full run, or one with --add, stands under
+"kernelbench" in the results file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import importlib
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import results, timing, turns
+from benchmarks.ours import require_kernels
+
+LIMIT = 1.02
+TOLERANCE = 1e-4  # of the largest value, between a variant and the stock chain
+ROUNDS = 21
+VARIANTS = ("eager", "swapped", "compiled", "swapped_compiled")
+Step = Callable[[Tensor], Tensor]
+
+
+class Chain(nn.Module):
+    """Modules and functions, one after the other."""
+
+    def __init__(self, *steps: Any) -> None:
+        super().__init__()
+        self.modules_ = nn.ModuleList(step for step in steps if isinstance(step, nn.Module))
+        places = iter(range(len(steps)))
+        self.steps: list[Any] = [next(places) if isinstance(step, nn.Module) else step
+                                 for step in steps]  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = self.modules_[step](x) if isinstance(step, int) else step(x)
+        return x
+
+
+class Parameter(nn.Module):
+    """Adds a parameter, or multiplies by it."""
+
+    def __init__(self, *shape: int, multiplies: bool = False) -> None:
+        super().__init__()
+        self.value, self.multiplies = nn.Parameter(torch.randn(shape)), multiplies
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.value if self.multiplies else x + self.value
+
+
+class Residual(nn.Module):
+    """x + inner(x)."""
+
+    def __init__(self, *steps: Any) -> None:
+        super().__init__()
+        self.inner = Chain(*steps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, causal: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads, self.causal = heads, causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def _blocks(count: int, width: int, heads: int, causal: bool = False) -> list[nn.Module]:
+    """Transformer blocks with the norms in front."""
+    return [module for _ in range(count) for module in (
+        Residual(nn.LayerNorm(width), Attention(width, heads, causal)),
+        Residual(nn.LayerNorm(width), nn.Linear(width, 4 * width), F.gelu,
+                 nn.Linear(4 * width, width)))]  # fmt: skip
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x / torch.sqrt(torch.mean(x**2, dim=1, keepdim=True) + 1e-5)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    return x.flatten(2).transpose(1, 2)
+
+
+def _linear(groups: int, *steps: Step | nn.Module, before: tuple[Any, ...] = ()) -> list[Any]:
+    return [nn.Linear(8192, 8192), *before, nn.GroupNorm(groups, 8192), *steps]
+
+
+_IMAGES, _VOLUMES = (112, 64, 512, 512), (128, 3, 16, 32, 32)
+# Level and number: the shape of x, and the chain.
+PROBLEMS: dict[str, tuple[tuple[int, ...], Callable[[], list[Any]]]] = {
+    "1/34": (_IMAGES, lambda: [nn.InstanceNorm2d(64)]),
+    "2/3": ((32, 32, 16, 32, 32), lambda: [
+        nn.ConvTranspose3d(32, 64, 3, 2, 1, output_padding=1), Parameter(1), nn.LayerNorm(64),
+        nn.AvgPool3d(2), F.gelu]),
+    "2/11": ((512, 64, 32, 32), lambda: [
+        nn.ConvTranspose2d(64, 128, 5, padding=1), torch.tanh, nn.MaxPool2d(2),
+        nn.GroupNorm(8, 128)]),
+    "2/17": ((128, 64, 128, 128), lambda: [
+        nn.Conv2d(64, 128, 3), nn.InstanceNorm2d(128), lambda x: x / 2.0]),
+    "2/19": ((128, 64, 256, 256), lambda: [
+        nn.ConvTranspose2d(64, 64, 3), F.gelu, nn.GroupNorm(8, 64)]),
+    "1/35": (_IMAGES, lambda: [nn.GroupNorm(8, 64)]),
+    "2/21": ((128, 8, 256, 256), lambda: [
+        nn.Conv2d(8, 32, 3), Parameter(32, 1, 1), Parameter(32, 1, 1, multiplies=True),
+        torch.sigmoid, nn.GroupNorm(8, 32)]),
+    "2/23": ((128, 3, 24, 32, 32), lambda: [
+        nn.Conv3d(3, 24, 3), nn.GroupNorm(8, 24), lambda x: x.mean((1, 2, 3, 4))]),
+    "2/27": ((1024, 3, 16, 32, 32), lambda: [
+        nn.Conv3d(3, 16, 4), F.hardswish, nn.GroupNorm(4, 16), lambda x: x.mean((2, 3, 4))]),
+    "2/28": ((1024, 8192), lambda: [
+        nn.Linear(8192, 8192), lambda x: x[:, None, None], nn.InstanceNorm2d(1),
+        lambda x: x[:, 0, 0], Parameter(8192), Parameter(8192, multiplies=True)]),
+    "2/30": ((1024, 8192), lambda: _linear(16, lambda x: F.hardtanh(x, -2.0, 2.0))),
+    "2/34": ((32, 32, 16, 32, 32), lambda: [
+        nn.ConvTranspose3d(32, 64, 4, 2, 1), nn.LayerNorm(64), F.gelu, lambda x: x * 2.0]),
+    "2/37": ((32768, 1024), lambda: [
+        nn.Linear(1024, 4096), F.silu, Parameter(4096), nn.GroupNorm(64, 4096)]),
+    "2/60": (_VOLUMES, lambda: [
+        nn.ConvTranspose3d(3, 16, 3, 2, 1), F.silu, nn.GroupNorm(4, 16), F.hardswish]),
+    "2/61": ((16, 64, 32, 32, 32), lambda: [
+        nn.ConvTranspose3d(64, 128, 3, bias=False), torch.relu, nn.GroupNorm(8, 128)]),
+    "1/36": (_IMAGES, lambda: [_rms]),
+    "2/62": ((1024, 8192), lambda: _linear(512, F.leaky_relu, lambda x: x + x)),
+    "2/75": ((1024, 8192), lambda: _linear(
+        512, lambda x: x.amin(1, keepdim=True), Parameter(8192, 1, 1))),
+    "2/79": (_VOLUMES, lambda: [
+        nn.Conv3d(3, 16, 3), Parameter(16, 1, 1, 1, multiplies=True), nn.InstanceNorm3d(16),
+        lambda x: x.clamp(-1.0, 1.0), Parameter(16, 1, 1, 1, multiplies=True),
+        lambda x: x.amax(1)]),
+    "2/83": ((128, 3, 16, 64, 64), lambda: [
+        nn.Conv3d(3, 16, 3), nn.GroupNorm(8, 16), lambda x: x.clamp(max=0.5),
+        lambda x: x.clamp(0.0, 1.0)]),
+    "2/85": ((128, 8, 128, 128), lambda: [
+        nn.Conv2d(8, 64, 3), nn.GroupNorm(16, 64), Parameter(64, 1, 1, multiplies=True),
+        nn.MaxPool2d(4), lambda x: x.clamp(0.0, 1.0)]),
+    "2/88": ((1024, 8192), lambda: _linear(
+        256, F.silu, Parameter(8192, multiplies=True), F.silu)),
+    "2/92": ((128, 8, 128, 128), lambda: [
+        nn.Conv2d(8, 64, 3), Residual(nn.GroupNorm(16, 64), torch.tanh, F.hardswish),
+        lambda x: x.logsumexp(1, keepdim=True)]),
+    "2/94": ((1024, 8192), lambda: _linear(
+        256, before=(Parameter(8192), F.hardtanh, F.mish))),
+    "1/40": ((16, 64, 256, 256), lambda: [nn.LayerNorm((64, 256, 256))]),
+    "3/28": ((2, 197, 512), lambda: [*_blocks(6, 512, 8), nn.LayerNorm(512)]),
+    "3/31": ((2, 16384, 128), lambda: [Residual(Attention(128, 4)), nn.LayerNorm(128)]),
+    "3/32": ((10, 3, 128, 128), lambda: [
+        nn.Conv2d(3, 128, 4, 4), _tokens, *_blocks(6, 128, 4), nn.LayerNorm(128)]),
+    "3/44": ((128, 512, 768), lambda: _blocks(1, 768, 8, causal=True)),
+}  # fmt: skip
+
+
+def variants_of(chain: nn.Module) -> dict[str, Callable[..., Tensor]]:
+    swapped = copy.deepcopy(chain)
+    importlib.import_module("fused_layernorm").swap_norms(swapped, neighbours=True)
+    return {"eager": chain, "swapped": swapped, "compiled": torch.compile(chain),
+            "swapped_compiled": torch.compile(copy.deepcopy(swapped))}  # fmt: skip
+
+
+def difference(call: Callable[..., Tensor], x: Tensor, expected: Tensor) -> Tensor:
+    return call(x).sub_(expected).abs_().max()
+
+
+@torch.no_grad()
+def measure(name: str, rounds: int = ROUNDS, lock: Path | None = None) -> dict[str, Any]:
+    """A problem's row: the median time of each variant, and how far it is from the stock chain."""
+    shape, make = PROBLEMS[name]
+    row: dict[str, Any] = {"problem": name, "shape": list(shape)}
+    with turns.preparing(lock):
+        torch.manual_seed(0)
+        with torch.device(timing.DEVICE):
+            chain, x = Chain(*make()), torch.rand(shape)
+        calls = variants_of(chain)
+        expected = timing.patiently(lambda: chain(x))
+        most = expected.abs().max()
+        for variant, call in calls.items():
+            off = timing.patiently(functools.partial(difference, call, x, expected))
+            row[f"{variant}_error"] = round(float(off / most), 8)
+        del expected
+    with turns.measuring(lock):
+        times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+        with timing.quiet():
+            for variant in timing.turns(VARIANTS, rounds):
+                call = calls[variant]
+                us = timing.wall_time([lambda call=call: call(x)], 3)  # type: ignore[misc]
+                times[variant].append(us / 1e3)
+    for variant, walls in times.items():
+        row |= timing.summary(variant, walls, "ms")
+    return row
+
+
+def ratios_of(row: dict[str, Any]) -> tuple[float, float]:
+    """Swapped over stock, and the same of both compiled."""
+    return (row["swapped_ms"] / row["eager_ms"],
+            row["swapped_compiled_ms"] / row["compiled_ms"])  # fmt: skip
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'problem':<10}{'stock':>10}{'swapped':>10}{'compiled':>10}{'both':>10}"
+             f"{'swapped':>10}{'both':>8}"]  # fmt: skip
+    for row in sorted(rows, key=lambda row: -max(ratios_of(row))):
+        ratios = ratios_of(row)
+        wrong = max(row[f"{variant}_error"] for variant in VARIANTS)
+        notes = [*(["SLOWER"] if max(ratios) > LIMIT else []),
+                 *([f"DIFFERS by {wrong:.1e}"] if not wrong < TOLERANCE else [])]  # fmt: skip
+        line = "".join(f"{row[f'{variant}_ms']:>10.3f}" for variant in VARIANTS)
+        line += f"{ratios[0]:>10.3f}{ratios[1]:>8.3f} {', '.join(notes)}"
+        lines.append(f"{row['problem']:<10}{line}".rstrip())
+    means = map(statistics.geometric_mean, zip(*map(ratios_of, rows), strict=True))
+    return "\n".join([*lines, "geometric means " + ", ".join(f"{mean:.3f}" for mean in means)])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernelbench", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument(
+        "--problems", default="", help='comma-separated names or beginnings: "2/3,3/"'
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--jobs", type=int, default=6, help="processes that compile side by side")
+    parser.add_argument("--limit-seconds", type=float, default=540)
+    parser.add_argument("--add", action="store_true", help="into the results file")
+    parser.add_argument("--output", type=Path, help="of one problem's process")
+    parser.add_argument("--lock", type=Path, help="measure here, one process at a time")
+    arguments = parser.parse_args(argv)
+    names = [name for name in PROBLEMS if any(
+        part == name or (part not in PROBLEMS and name.startswith(part))
+        for part in arguments.problems.split(","))]  # fmt: skip
+    if not names:
+        parser.error(f"known are {', '.join(PROBLEMS)}")
+    require_kernels()
+    if arguments.lock is not None:
+        torch.backends.cudnn.allow_tf32 = False
+        rows = [measure(name, arguments.rounds, arguments.lock) for name in names]
+        results.write(arguments.output, {"rows": rows})
+        return 0
+    calls = [["--problems", name, "--rounds", str(arguments.rounds)] for name in names]
+    found = turns.collect("benchmarks.kernelbench", calls, arguments.jobs, arguments.limit_seconds)
+    rows = [row for measured, _ in found for row in measured.get("rows", [])]
+    skipped = [f"{name}: {said}" for name, (_, said) in zip(names, found, strict=True) if said]
+    print("\n".join([*([text(rows)] if rows else []), *(f"left out: {line}" for line in skipped)]))
+    if arguments.add or not arguments.problems:
+        path = results.default_path(torch.cuda.get_device_name())
+        results.update(path, "kernelbench", {**results.stamp(), "rows": rows, "skipped": skipped})
+        print(f"written: {path}")
+    return 1 if skipped or any(max(ratios_of(row)) > LIMIT for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
