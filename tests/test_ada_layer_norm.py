@@ -12,7 +12,6 @@ from typing import Any
 import forms
 import numerics
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
 from numerics import MODULATIONS, Problem, check_masks, covering, ids, modulated
@@ -225,25 +224,6 @@ def test_columns_beyond_what_32_bits_count(needs_memory, rows):
         close(dscale[part].double(), (dy[:, part].double() * xhat * factor).sum(0))
 
 
-@pytest.mark.parametrize("kind", MODULATIONS)
-def test_the_reference_is_what_autograd_gives(kind):
-    """Autograd confirms, in float64, the formulas of reference.py that judge all results here."""
-    x, residual, dy, dresidual = torch.randn(4, 3, 5, 16, dtype=F64)
-    gate, shift, scale = torch.randn(3, *MODULATIONS[kind](3, 5, 16), dtype=F64)
-    weight, bias = torch.randn(2, 16, dtype=F64)
-    leaves = [t.requires_grad_() for t in (x, residual, gate, shift, scale, weight, bias)]
-    total = residual + gate * x
-    y = F.layer_norm(total, (16,), weight, bias) * (1 + scale) + shift
-    expected = torch.autograd.grad((y, total), leaves, (dy, dresidual))
-    given: Any = {"weight": weight, "bias": bias, "shift": shift, "scale": scale}
-    torch.testing.assert_close(reference.gated_add(x, residual, gate), total)
-    torch.testing.assert_close(reference.layer_norm(total, 1, **given).y, y)
-    found = reference.layer_norm_backward(dy, total, 1, dresidual=dresidual, **given)
-    dinput, dgate = reference.gate_backward(found.dx, x, gate)
-    others = (found.dshift, found.dscale, found.dweight, found.dbias)
-    torch.testing.assert_close((dinput, found.dx, dgate, *others), expected)
-
-
 # ---- Rounding, and what a result depends on.
 
 
@@ -321,7 +301,8 @@ def test_gate_backward(device, kind, mask):
     dinput, dgate = ops.gate_backward(d, input, gate, *mask)
     assert dinput.dtype == BF16
     assert dgate.dtype == F32
-    exact_dinput, exact_dgate = reference.gate_backward(d, input, gate)
+    exact_dinput = d.double() * gate
+    exact_dgate = (d.double() * input).sum_to_size(gate.shape)
     if mask[0]:
         torch.testing.assert_close(dinput.double(), exact_dinput, rtol=2**-8, atol=2**-8)
     if mask[1]:
