@@ -20,8 +20,8 @@ from families import (
     Gated,
     Heads,
     of_groups,
+    over_channels,
 )
-from families import over_channels as of_channels
 from numerics import Problem, covering, ids, make, modulated, ours
 
 pytestmark = pytest.mark.cpu_operators  # the tests judge the operators, on the CPU too
@@ -378,7 +378,7 @@ def test_no_synchronization():
           for cols, size in ((128, None), (8192, 1024), (100, None))),
         *(of_groups((2, 32, 6000, 6000), 4, (BF16, None), activation="silu", layout=layout)
           for layout in ("contiguous", "channels_last")),
-        of_channels((3, 70, 3200, 3200), BF16),
+        over_channels((3, 70, 3200, 3200), BF16),
     ],
     ids=str,
 )  # fmt: skip
