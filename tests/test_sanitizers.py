@@ -110,12 +110,12 @@ def problems() -> Any:
         if dtype == BF16:
             how = {"activation": "leaky_relu", "modulation": "both"}
         for shapes, layout in ((planes, "contiguous"), (last, "channels_last")):
-            for shape in shapes:
-                groups = 2 if shape[1] % 2 == 0 else 3
-                yield of_groups(shape, groups, (dtype, F32), layout=layout, **how)
+            for sizes in shapes:
+                groups = 2 if sizes[1] % 2 == 0 else 3
+                yield of_groups(sizes, groups, (dtype, F32), layout=layout, **how)
         # Heads: whole vectors and single elements, rotated in part.
-        sizes = ((64, None), (80, 32), (128, 64), (256, None), (30, 6), (256, 20))
-        for (cols, rotary), flag in itertools.product(sizes, (False, True)):
+        rotations = ((64, None), (80, 32), (128, 64), (256, None), (30, 6), (256, 20))
+        for (cols, rotary), flag in itertools.product(rotations, (False, True)):
             given: Any = {"rotary": rotary, "interleaved": flag, "layout": "packed"}
             yield Heads((2, 37, cols), dtype, F32, statistic="layer", affine="both", **given)
             yield Heads((2, 37, cols), dtype, statistic=None, affine="none", **given)
