@@ -226,6 +226,7 @@ class Heads(Call):
     OUTPUTS = {"q_out": "dq_out", "k_out": "dk_out"}  # noqa: RUF012
     HAVE_ROWS = ("q", "k", "dq_out", "dk_out")
     OF_ROWS = ("q_out", "k_out", "dq", "dk")
+    BITS_OF_ANY_GRADIENTS = False
     GREATEST_FACTOR = None
     SLACK = (2.0**-23, 2.0**-52)
 

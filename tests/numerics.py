@@ -24,7 +24,7 @@ run those; sizes at both sides of each limit are a list for check() in a file of
 import contextlib
 import itertools
 import math
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -140,6 +140,7 @@ class Call:
     # Beside the contract, relative to a result's greatest element, because PyTorch's own sum over
     # few numbers may be exact by chance: of float32 and narrower types, and of float64.
     SLACK: ClassVar[tuple[float, float]] = (2.0**-23, 2.0**-50)
+    BITS_OF_ANY_GRADIENTS: ClassVar[bool] = True  # a gradient's do not depend on the others wanted
     GREATEST_FACTOR: ClassVar[float | None] = GREATEST_FACTOR  # None: one element does not count
 
     shape: tuple[int, ...]
@@ -302,6 +303,7 @@ class Problem(Call):
     OF_ROWS = ("y", "residual_out", "dx", "dresidual")
     LIKE = {"y": None, "residual_out": None}  # noqa: RUF012
     LAYOUTS = ROW_LAYOUTS
+    BITS_OF_ANY_GRADIENTS = False
 
     _: KW_ONLY
     normalized_ndim: int = 1
@@ -400,7 +402,7 @@ class Problem(Call):
             return "modulated" if self.residual_dtype is None else "gated"
         return "plain" if self.residual_dtype is None else "residual"
 
-    def function(self, **options):
+    def function(self, **options) -> Any:
         """Our function of the tensors of that kind."""
         return forms.ours(self.kind, **{
             "statistic": self.statistic, "activation": self.activation, "factor": self.scale,
@@ -410,6 +412,10 @@ class Problem(Call):
         })  # fmt: skip
 
     def forward(self, t):
+        if self.gate is not None and (self.activation or self.scale != 1.0):
+            # Only add_layer_norm and add_rms_norm have an activation beside a gate.
+            add = replace(self, gate=None, shift=None, scale_by=None).function(gate=t.gate)
+            return add(t.x, t.residual, t.weight, t.bias)
         return self.function()(*(getattr(t, name) for name in forms.NAMES[self.kind]))
 
     def formula(self, t):
@@ -590,24 +596,24 @@ def assert_close(found, expected, tolerance):
         torch.testing.assert_close(one, other, rtol=allowed, atol=allowed)
 
 
-def check_masks(operator, args, masks):
-    """Asserts that an operator of backward gives the gradients that a mask asks for, and no others.
+def check_wanted(problem, device, poison=lambda *like: None):
+    """Asserts that backward gives the gradients that are asked for, whichever these are.
 
-    The order of a gradient's sums does not depend on the other gradients, unless the plan does. So
-    the gradients agree with those of all only to rounding.
+    The order of a gradient's sums does not depend on the other gradients, unless the plan does, as
+    that of rows and heads may.
     """
-    everything = operator(*args, *[True] * len(masks[0]))
-    for mask in masks:
-        gradients = operator(*args, *mask)
-        for gradient, whole, needed in zip(gradients, everything, mask, strict=True):
-            assert gradient.dtype == whole.dtype
-            assert gradient.is_contiguous()
-            if needed:
-                tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[gradient.dtype]
-                torch.testing.assert_close(gradient, whole, rtol=tolerance, atol=tolerance)
-            else:
-                assert gradient.shape == (0,)
-    return everything
+    t = make(problem, device)
+    whole, names = ours(t), [*t.inputs()]
+    for count in range(1, len(names)):
+        for wanted in itertools.combinations(names, count):
+            poison(*whole.values())
+            found = ours(t, wanted=wanted)
+            for name, result in found.items():
+                if name in problem.OUTPUTS or problem.BITS_OF_ANY_GRADIENTS:
+                    assert torch.equal(result, whole[name]), (name, wanted)
+                    continue
+                slack = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[result.dtype]
+                torch.testing.assert_close(result, whole[name], rtol=slack, atol=slack)
 
 
 @dataclass

@@ -14,7 +14,7 @@ import reference
 import torch
 from numerics import Problem, covering, ids, rows_for
 
-from fused_layernorm import layer_norm
+from fused_layernorm import ada_layer_norm, layer_norm
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 ops = torch.ops.fused_layernorm
@@ -127,11 +127,8 @@ def _saved(problem, device):
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("dtypes", [(F32, None), (BF16, F32)], ids=ids)
 @pytest.mark.parametrize("cols", [5, 64, 1024, 9000])
-def test_masks_give_the_same_gradients(device, cols, dtypes, activation):
-    problem = Problem((50, cols), *dtypes, activation=activation)
-    args = _saved(problem, device)
-    everything = numerics.check_masks(ops.layer_norm_backward, args, MASKS)
-    assert [gradient.shape for gradient in everything] == [(50, cols), (cols,), (cols,)]
+def test_gradients_that_are_asked_for_alone(device, cols, dtypes, activation):
+    numerics.check_wanted(Problem((50, cols), *dtypes, activation=activation), device)
 
 
 FUSED: list[dict[str, Any]] = [
@@ -297,64 +294,77 @@ def test_every_strategy_with_every_mask(plans, strategy, mask):
         named = zip(("dx", "dweight", "dbias"), gradients, mask, strict=True)
         wanted = {name: gradient for name, gradient, needed in named if needed}
         numerics.assert_close(wanted, expected, 1e-4)
+        assert all(g.shape == (0,) for g, needed in zip(gradients, mask, strict=True) if not needed)
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("cols", [64, 4096, 65536])
-def test_more_than_2_to_the_31_elements(needs_memory, cols):
+def test_sums_over_more_elements_than_32_bits_count(needs_memory, cols):
+    """test_every_norm.py looks at their rows."""
     needs_memory(40)
     rows = 2**31 // cols + 5
-    x = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_().requires_grad_()
-    dy = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_()
-    weight, bias = (torch.ones(cols, device="cuda", requires_grad=True) for _ in "wb")
-    y = layer_norm(x, weight, bias)
-    dx, *sums = torch.autograd.grad(y, (x, weight, bias), dy)
-    for part in (slice(0, 4), slice(rows // 2, rows // 2 + 4), slice(rows - 6, rows)):
-        expected = reference.layer_norm(x.detach()[part], 1, weight.detach(), bias.detach()).y
-        torch.testing.assert_close(y[part].double(), expected, rtol=2**-8, atol=2**-8)
-        expected = reference.layer_norm_backward(dy[part], x.detach()[part], 1, weight.detach())[0]
-        torch.testing.assert_close(dx[part].double(), expected, rtol=2**-7, atol=2**-7)
-    dweight, dbias = torch.zeros(2, cols, device="cuda", dtype=F64)
-    for start in range(0, rows, rows // 64):
-        part = slice(start, start + rows // 64)
-        _, *gradients = reference.layer_norm_backward(dy[part], x.detach()[part], 1)
-        dweight += gradients[0]
-        dbias += gradients[1]
+    x = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_()
+    dy = torch.empty_like(x).normal_()
+    weight, bias = leaves = [torch.ones(cols, device="cuda", requires_grad=True) for _ in "wb"]
+    found = torch.autograd.grad(layer_norm(x, weight, bias), leaves, dy)
+    expected = [torch.zeros(cols, device="cuda", dtype=F64) for _ in "wb"]
+    for part in (slice(start, start + rows // 64) for start in range(0, rows, rows // 64)):
+        _, *sums = reference.layer_norm_backward(dy[part], x[part], 1)
+        expected = [a + b for a, b in zip(expected, sums, strict=True)]
     # A sum of n numbers of deviation 1 is of order sqrt(n). Float32 sums taken in blocks err by far
     # less than 1e-4 of that.
-    tolerance = 1e-4 * rows**0.5
-    for found, expected in zip(sums, (dweight, dbias), strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=1e-4 * rows**0.5)
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "cols"), [(F32, 2**30 + 4104), (BF16, 2**31 - 5)], ids=str)
-def test_columns_beyond_what_32_bits_count(needs_memory, dtype, cols):
-    """The bytes of a float32 row, and the columns to the last chunk's end, overflow 32 bits."""
+@pytest.mark.parametrize(
+    ("dtype", "rows", "cols", "given"),
+    [(F32, 1, 2**30 + 4104, "weight"), (BF16, 1, 2**31 - 5, "weight"),
+     (F32, 1, 2**30 + 4104, "weight scale"), (F32, 2, 2**30 + 4104, "scale")],
+    ids=str,
+)  # fmt: skip
+def test_columns_beyond_what_32_bits_count(needs_memory, dtype, rows, cols, given):
+    """The bytes of a float32 row, and the columns to the last chunk's end, overflow 32 bits. Two
+    rows share a modulation, one is a group of its own."""
     needs_memory(60)
-    x, dy, weight = (torch.empty(1, cols, device="cuda", dtype=dtype).normal_() for _ in range(3))
-    parts = [slice(start, start + 2**27) for start in range(0, cols, 2**27)]
-    mean = sum(x[:, part].double().sum() for part in parts) / cols
-    rstd = (sum((x[:, part].double() - mean).square().sum() for part in parts) / cols).rsqrt()
-    saved = (s.float().reshape(1) for s in (mean, rstd))
-    dx, dweight, _ = ops.layer_norm_backward(
-        dy, x, 1, *saved, weight[0], None, None, None, 1.0, True, True, False
-    )
+    x, dy = (torch.empty(rows, cols, device="cuda", dtype=dtype).normal_() for _ in "xd")
+    leaves = {n: torch.empty(cols, device="cuda", dtype=dtype).normal_() for n in given.split()}
+    weight, scale = leaves.get("weight"), leaves.get("scale")
+    name = given.split()[-1]
+    x.requires_grad_(), leaves[name].requires_grad_()
+    if scale is None:
+        y = layer_norm(x, weight)
+    else:
+        y = ada_layer_norm(x, scale.detach(), scale, weight, normalized_shape=(cols,))
+    found = torch.autograd.grad(y, (x, leaves[name]), dy)
+    del y
+    x = x.detach()
+    parts = [slice(start, start + 2**26) for start in range(0, cols, 2**26)]
+    mean, square, c1, c2 = (x.new_zeros(rows, 1, dtype=F64) for _ in range(4))
+    for part in parts:
+        mean += x[:, part].double().sum(1, keepdim=True) / cols
+    for part in parts:
+        square += (x[:, part].double() - mean).square().sum(1, keepdim=True) / cols
+    rstd = (square + numerics.EPS).rsqrt()
 
     def of(part):
-        xhat = (x[:, part].double() - mean) * rstd
-        return xhat, dy[:, part].double() * weight[:, part].double()
+        """xhat, and the gradients of scale or weight and of xhat, row by row."""
+        xhat, g = (x[:, part].double() - mean) * rstd, dy[:, part].double()
+        factor = 1 if weight is None else weight.detach()[part].double()
+        if scale is None:
+            return xhat, g * xhat, g * factor
+        return xhat, g * xhat * factor, g * factor * (1 + scale.detach()[part].double())
 
-    c1, c2 = 0.0, 0.0
     for part in parts:
-        xhat, g = of(part)
-        c1, c2 = c1 + g.sum() / cols, c2 + (g * xhat).sum() / cols
+        xhat, _, g = of(part)
+        c1 += g.sum(1, keepdim=True) / cols
+        c2 += (g * xhat).sum(1, keepdim=True) / cols
     allowed = 2**-7 if dtype == BF16 else 1e-5
-    tolerance: dict[str, Any] = {"rtol": allowed, "atol": allowed}
     for part in parts:
-        xhat, g = of(part)
-        torch.testing.assert_close(dx[:, part].double(), rstd * (g - c1 - xhat * c2), **tolerance)
-        expected = dy[:, part].double() * xhat
-        torch.testing.assert_close(dweight[part].double(), expected[0], **tolerance)
+        xhat, dleaf, g = of(part)
+        dx = rstd * (g - c1 - xhat * c2)
+        for one, other in ((found[0][:, part], dx), (found[1][part], dleaf.sum(0))):
+            torch.testing.assert_close(one.double(), other, rtol=allowed, atol=allowed)

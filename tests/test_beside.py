@@ -80,7 +80,7 @@ CASES: dict[str, Any] = {
         for name, shape, options in GATES
     },
     **{
-        f"groups of {forward[0]} by {forward[1]} and {backward[0]} by {backward[1]}": of_groups(
+        f"{groups} groups of {shape}": of_groups(
             shape, groups, (dtype, None), activation="silu")
         for shape, groups, dtype, forward, backward in GROUPS
     },

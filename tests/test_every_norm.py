@@ -18,7 +18,6 @@ from families import (
     KERNELS,
     SMALL,
     Gated,
-    Heads,
     of_groups,
     over_channels,
 )
@@ -138,17 +137,7 @@ def test_every_call_gives_the_same_bits_in_any_memory(poison, problem):
 
 @pytest.mark.parametrize("problem", SMALL, ids=str)
 def test_gradients_that_are_asked_for_alone(device, poison, problem):
-    """Of rows and heads the plan may depend on what is asked for, and so the order of sums."""
-    t = make(problem, device)
-    whole, names = ours(t), [*t.inputs()]
-    for wanted in [names[:i] + names[i + 1 :] for i in range(len(names))] + [[n] for n in names]:
-        poison(*whole.values())
-        for name, gradient in ours(t, wanted=wanted).items():
-            if isinstance(problem, Problem | Heads):
-                slack = {F32: 1e-5, BF16: 2**-7}[gradient.dtype]
-                torch.testing.assert_close(gradient, whole[name], rtol=slack, atol=slack)
-            else:
-                assert torch.equal(gradient, whole[name]), name
+    numerics.check_wanted(problem, device, poison)
 
 
 # ---- Strides.
@@ -379,6 +368,7 @@ def test_no_synchronization():
         *(of_groups((2, 32, 6000, 6000), 4, (BF16, None), activation="silu", layout=layout)
           for layout in ("contiguous", "channels_last")),
         over_channels((3, 70, 3200, 3200), BF16),
+        *(Problem((2**31 // cols + 5, cols), BF16, F32) for cols in (64, 4096, 65_536)),
     ],
     ids=str,
 )  # fmt: skip
