@@ -29,6 +29,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import forms
+import pytest
 import reference
 import torch
 import torch.nn.functional as F
@@ -596,7 +597,7 @@ def assert_close(found, expected, tolerance):
         torch.testing.assert_close(one, other, rtol=allowed, atol=allowed)
 
 
-def check_wanted(problem, device, poison=lambda *like: None):
+def check_wanted(problem, device, poison=lambda *like: None, *, bits=False):
     """Asserts that backward gives the gradients that are asked for, whichever these are.
 
     The order of a gradient's sums does not depend on the other gradients, unless the plan does, as
@@ -609,7 +610,7 @@ def check_wanted(problem, device, poison=lambda *like: None):
             poison(*whole.values())
             found = ours(t, wanted=wanted)
             for name, result in found.items():
-                if name in problem.OUTPUTS or problem.BITS_OF_ANY_GRADIENTS:
+                if name in problem.OUTPUTS or bits or problem.BITS_OF_ANY_GRADIENTS:
                     assert torch.equal(result, whole[name]), (name, wanted)
                     continue
                 slack = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[result.dtype]
@@ -695,3 +696,33 @@ def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTO
             judgement.add(name, error.clamp(min=0), expected[name], yardstick[name])
     broken = judgement.broken(p.slack_of, factor, p.GREATEST_FACTOR)
     assert not broken, f"{problem}: {'; '.join(broken)}"
+
+
+def check_strategy(plans, problem, lengths, *, leading=None, backward=True, **how):
+    """check() for rows of these lengths that the problem's forced strategy can run."""
+    (strategy,) = (s for s in problem.forced if s)
+    fused = bool(
+        problem.activation or problem.weight_offset or (problem.scale != 1 and not backward)
+    )
+    ran = False
+    for cols in lengths:
+        p = replace(problem, shape=(*(leading or (rows_for(cols),)), cols))
+        aligned = False if "odd" in p.layout else None  # None: by the row's length
+        with forced(strategy):
+            plan = plans.of(
+                p.rows, cols, p.dtype, weight_dtype=p.weight_dtype, backward=backward,
+                residual=p.residual_dtype is not None, has_epilogue=fused, aligned=aligned,
+            )  # fmt: skip
+        if plan is None:
+            continue
+        assert plan["strategy"] == strategy.split()[0]
+        try:
+            check(p, "cuda", backward=backward, **how)
+        except ValueError as error:
+            # With a residual of another type the operator's problem is not the one that is planned.
+            if "cannot run" not in str(error) or p.residual_dtype in (None, p.dtype):
+                raise
+            continue
+        ran = True
+    if not ran:
+        pytest.skip(f"{strategy} takes none of these rows on this device")
