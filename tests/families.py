@@ -19,7 +19,6 @@ from numerics import (
     Call,
     Problem,
     activate,
-    covering,
     misaligned,
     modulated,
     within,
@@ -404,7 +403,8 @@ SMALL: list[Any] = [
     over_channels((3, 40, 6, 5), BF16, F32, layout="channels_last", activation="silu"),
     of_groups((3, 12, 5, 8), 4, modulation="both", activation="silu"),
     of_groups((3, 12, 50), 4, (BF16, F32), layout="channels_last", activation="relu"),
-    Gated((9, 64), BF16, group_size=16), Gated((9, 128), gate_first=True, affine="weight"),
+    Gated((9, 64), BF16, affine="weight", group_size=16),
+    Gated((9, 128), affine="weight", gate_first=True),
     Gated((5, 1024), BF16, F32, gate_activation="sigmoid", gate_layout="sliced", affine="none"),
     Heads((3, 5, 64), BF16, layout="packed"),
     Heads((3, 5, 24), statistic="layer", affine="both", rotary=8, interleaved=True, seq_dim=2),
@@ -439,21 +439,15 @@ KERNELS: list[Any] = [
       for cols in (64, 1021, 4096, 16_384) for rounds in (False, True)),
     *(modulated((301, 9, cols), kind, gated=gated) for cols in (3, 64, 257, 1152, 4096, 8193, 40000)
       for kind in ("sample", "token", "number of a sample") for gated in (False, True)),
-    *(modulated((5, 301, cols), kind, gated=gated, dtypes=dtypes)
-      for cols, kind, gated, dtypes in covering(
-          [3, 64, 1152, 8193], ["all", "position"], [False, True],
-          [(F32,) * 4, (BF16, BF16, F32, None)])),
     *(over_channels(shape, BF16)
       for shape in [(700, 64, 7, 7), (300, 768, 11, 11), (600, 384, 14, 14), (600, 96, 8, 19),
                     (16, 4096, 15, 15)]),
     *(replace(problem, shape=(5, *problem.shape[1:])) for problem, _ in
       [*GROUP_KERNELS[:9], GROUP_KERNELS[13], GROUP_KERNELS[19]]),
     of_groups((5, 12, 5, 7), 3, (BF16, F32), modulation="both", layout="channels_last"),
-    *(Gated((700, cols), BF16, group_size=size, gate_first=first, affine=affine)
+    *(Gated((700, cols), BF16, affine="weight", group_size=size, gate_first=first)
       for first in (False, True)
-      for cols, size, affine in [
-          (128, None, "weight"), (1024, 256, "weight"), (8192, None, "weight"),
-          (8192, 1024, "weight"), (100, None, "weight"), (40_000, None, "both")]),
+      for cols, size in [(128, None), (1024, 256), (8192, None), (8192, 1024), (100, None)]),
     Heads((4, 37, 128), BF16, statistic="layer", affine="both"),
     *(Heads((4, positions, cols), BF16, rotary=rotary, layout="packed")
       for positions, cols, rotary in [(2000, 128, None), (65, 80, 32)]),

@@ -415,7 +415,7 @@ class Problem(Call):
     def forward(self, t):
         if self.gate is not None and (self.activation or self.scale != 1.0):
             # Only add_layer_norm and add_rms_norm have an activation beside a gate.
-            add = replace(self, gate=None, shift=None, scale_by=None).function(gate=t.gate)
+            add = replace(self, gate=None).function(gate=t.gate)
             return add(t.x, t.residual, t.weight, t.bias)
         return self.function()(*(getattr(t, name) for name in forms.NAMES[self.kind]))
 

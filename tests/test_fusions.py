@@ -5,7 +5,7 @@ import numerics
 import pytest
 import reference
 import torch
-from numerics import ACTIVATIONS, LAYOUTS, ROW_LAYOUTS, Problem, covering, ids
+from numerics import ACTIVATIONS, Problem, covering, ids
 
 from fused_layernorm import layer_norm
 
@@ -37,6 +37,9 @@ RESIDUALS = [
               (50, 1024), [*DTYPES, (BF16, None)], (F32, F16, BF16, F64))),
         *(Problem((40, cols), x, weight, residual_dtype=residual)
           for cols in (3, 64, 1000, 4096) for x, weight, residual in RESIDUALS),
+        *(Problem((6, 9, cols), residual_dtype=F32, layout=layout, dy_layout="contiguous")
+          for cols in (7, 64, 4096)
+          for layout in ("transposed leading", "odd column slice", "misaligned")),
         *(Problem((40, 257), BF16, F32, residual_dtype=F32, activation=activation, scale=0.25,
                   out_dtype=out_dtype)
           for activation in ACTIVATIONS for out_dtype in (None, F32)),
@@ -129,22 +132,6 @@ def test_residual_on_the_longest_slices(plans, dtype):
     plan = plans.of(rows, cols, dtype, backward=True, residual=True)
     assert plan["has_collector"] == (not plan["bulk"])
     numerics.check(Problem((rows, cols), dtype, residual_dtype=dtype), "cuda")
-
-
-@pytest.mark.parametrize(
-    "layout", ["transposed leading", "expanded", "odd column slice", "misaligned"]
-)
-@pytest.mark.parametrize("which", ["x", "residual"])
-@pytest.mark.parametrize("cols", [7, 64, 4096])
-def test_strided_residual(device, cols, which, layout):
-    """Of plain calls on the CPU, too; test_every_norm.py tests the operators there."""
-    t = numerics.make(Problem((6, 9, cols), residual_dtype=F32), device)
-    setattr(t, which, (ROW_LAYOUTS | LAYOUTS)[layout](getattr(t, which)))
-    y, residual_out = numerics.forward(t)
-    assert y.is_contiguous()
-    assert residual_out.is_contiguous()
-    assert torch.equal(residual_out, reference.add(t.x, t.residual))
-    torch.testing.assert_close(y.double(), numerics.exact(t)["y"], rtol=1e-5, atol=1e-5)
 
 
 def test_scale_zero(device):
