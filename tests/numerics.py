@@ -144,6 +144,11 @@ class Call:
     BITS_OF_ANY_GRADIENTS: ClassVar[bool] = True  # a gradient's do not depend on the others wanted
     GREATEST_FACTOR: ClassVar[float | None] = GREATEST_FACTOR  # None: one element does not count
 
+    draw: ClassVar[Any]
+    forward: ClassVar[Any]
+    formula: ClassVar[Any]
+    stock: ClassVar[Any]
+
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     weight_dtype: torch.dtype | None = None  # by default dtype
@@ -164,18 +169,6 @@ class Call:
     def of_rows(self):
         """The results of a row or sample that do not depend on the others, to the bit."""
         return self.OF_ROWS
-
-    def draw(self, randn) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def forward(self, t) -> tuple[torch.Tensor, ...]:
-        raise NotImplementedError
-
-    def formula(self, t) -> tuple[torch.Tensor, ...]:
-        raise NotImplementedError
-
-    def stock(self, t) -> tuple[torch.Tensor, ...]:
-        raise NotImplementedError
 
     @property
     def few(self):
@@ -238,31 +231,18 @@ def differentiated(t, function, acc, *, backward=True):
     return results
 
 
-def _chunk(tensor):
-    """One of six chunks of a larger tensor, as diffusion transformers cut their modulations."""
-    return torch.cat([tensor] * 6, -1).chunk(6, -1)[2]
-
-
-def _every_second(tensor):
-    return tensor.repeat_interleave(2, -1)[..., ::2]
-
-
-def _transposed(tensor):
-    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
-
-
 def misaligned(tensor, by=1):
     """A contiguous copy that begins at the second element of its allocation, or by some others."""
     flat = torch.cat([tensor.new_zeros(by), tensor.flatten()])
     return flat[by:].view(tensor.shape)
 
 
-# Of modulations.
-LAYOUTS = {
-    "contiguous": lambda tensor: tensor,
-    "chunk": _chunk,
-    "every second": _every_second,
-    "transposed": _transposed,
+# Of modulations. A chunk is one of six of a larger tensor, as diffusion transformers cut theirs.
+LAYOUTS: dict[str, Any] = {
+    "contiguous": lambda x: x,
+    "chunk": lambda x: torch.cat([x] * 6, -1).chunk(6, -1)[2],
+    "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "transposed": lambda x: x.mT.contiguous().mT if x.dim() > 1 else x,
     "misaligned": misaligned,
 }
 
@@ -284,8 +264,8 @@ ROW_LAYOUTS: dict[str, Any] = {
     "every other row": lambda x: x.repeat_interleave(2, -2)[..., ::2, :],
     "column slice": lambda x: within(x, -1, 8, 16),
     "odd column slice": lambda x: within(x, -1, 3, 2),
-    "every other column": _every_second,
-    "transposed": _transposed,
+    "every other column": LAYOUTS["every second"],
+    "transposed": LAYOUTS["transposed"],
     "expanded": lambda x: x[:1, :1].expand(x.shape),
     "expanded column": lambda x: x[..., :1].expand(x.shape),
     # sum().backward() gives a dy that is one number in memory.
@@ -316,6 +296,7 @@ class Problem(Call):
     modulation_dtype: torch.dtype | None = None  # by default dtype
     modulation_layout: str = "contiguous"  # or any other of LAYOUTS
     statistic: str = "layer"
+    group_size: int | None = None  # RMSNorm over groups of so many columns
 
     @property
     def normalized_shape(self):
@@ -410,6 +391,7 @@ class Problem(Call):
             "offset": self.weight_offset, "eps": self.eps, "out_dtype": self.out_dtype,
             "normalized_shape": self.normalized_shape, **options,
             **({"round_before_weight": True} if self.rounds else {}),
+            **({"group_size": self.group_size} if self.group_size else {}),
         })  # fmt: skip
 
     def forward(self, t):
@@ -420,12 +402,16 @@ class Problem(Call):
         return self.function()(*(getattr(t, name) for name in forms.NAMES[self.kind]))
 
     def formula(self, t):
-        y = reference.layer_norm(
-            t.x, self.normalized_ndim, t.weight, t.bias, self.eps, self.activation, self.scale,
-            shift=t.shift, scale=t.scale, statistic=self.statistic,
-            weight_offset=self.weight_offset,
-        ).y  # fmt: skip
-        return (y,)
+        x, *parameters = (self.in_groups(u) for u in (t.x, t.weight, t.bias))
+        ndim = self.normalized_ndim if self.group_size is None else 1
+        options = (ndim, *parameters, self.eps, self.activation, self.scale)
+        kind: Any = {"statistic": self.statistic, "weight_offset": self.weight_offset}
+        y = reference.layer_norm(x, *options, shift=t.shift, scale=t.scale, **kind).y
+        return (y.reshape(t.x.shape),)
+
+    def in_groups(self, tensor):
+        is_whole = tensor is None or self.group_size is None
+        return tensor if is_whole else tensor.unflatten(-1, (-1, self.group_size))
 
     def stock(self, t):
         # The normalized dimensions are flattened: with several of them and many rows, PyTorch's own
@@ -434,7 +420,11 @@ class Problem(Call):
         weight, bias = (None if u is None else u.flatten() for u in (t.weight, t.bias))
         if self.statistic == "rms":
             factor = None if weight is None else weight + self.weight_offset
-            y = F.rms_norm(x, x.shape[-1:], factor, self.eps)
+            if self.group_size is None:
+                y = F.rms_norm(x, x.shape[-1:], factor, self.eps)
+            else:
+                y = F.rms_norm(self.in_groups(x), (self.group_size,), None, self.eps).flatten(-2)
+                y = y if factor is None else y * factor
             y = y if bias is None else y + bias
         else:
             y = F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
@@ -521,11 +511,6 @@ def make(problem, device, seed=0):
         return torch.randn(shape, generator=generator, device=device, dtype=of).to(dtype)
 
     return Tensors(problem, **problem.draw(randn))
-
-
-def forward(t):
-    """Our results: (y,), or (y, residual_out)."""
-    return t.problem.forward(t)
 
 
 @contextlib.contextmanager
@@ -617,60 +602,37 @@ def check_wanted(problem, device, poison=lambda *like: None, *, bits=False):
                 torch.testing.assert_close(result, whole[name], rtol=slack, atol=slack)
 
 
-@dataclass
-class Errors:
-    """The errors of one result, over all draws."""
-
-    squares: float = 0.0
-    greatest: float = 0.0
-    count: int = 0
-    nan: bool = False
-
-    def add(self, error):
-        self.squares += error.square().sum().item()
-        self.greatest = max(self.greatest, error.max().item())
-        self.count += error.numel()
-        self.nan |= bool(error.isnan().any())
-
-    @property
-    def rms(self):
-        return math.sqrt(self.squares / self.count)
-
-
 class Judgement:
     """The errors of results by name, ours and PyTorch's, over all draws, and what of them breaks
     the contract."""
 
     def __init__(self):
-        self._found: dict[str, Errors] = {}
-        self._stock: dict[str, Errors] = {}
-        self._magnitude: dict[str, float] = {}
+        self._seen: dict[str, list[Any]] = {}
 
     def add(self, name, error, expected, stock):
         """error: beyond the roundings that our result may have."""
-        self._found.setdefault(name, Errors()).add(error)
-        self._stock.setdefault(name, Errors()).add((stock.double() - expected).abs())
-        greatest = expected.abs().max().item()
-        self._magnitude[name] = max(self._magnitude.get(name, 0.0), greatest)
+        theirs = (stock.double() - expected).abs()
+        sizes = (error.square().sum(), error.max(), theirs.square().sum(), theirs.max(),
+                 expected.abs().max())  # fmt: skip
+        numbers = [error.numel(), *(size.item() for size in sizes)]
+        self._seen.setdefault(name, []).append(numbers)
 
-    def broken(self, slack_of, factor=FACTOR, greatest_factor=GREATEST_FACTOR):
-        """A sentence for each result that breaks the contract.
+    def broken(self, slack_of, factor, greatest_factor):
+        """A sentence for each result that breaks the contract. A NaN in the sums does.
 
         slack_of: by how much a result may, from its name and its greatest element.
         greatest_factor: None, if the error of a single element does not count.
         """
-        sentences = []
-        for name, errors in self._found.items():
-            slack, stock = slack_of(name, self._magnitude[name]), self._stock[name]
-            rms, greatest = factor * stock.rms + slack, math.inf
+        for name, seen in self._seen.items():
+            counts, squares, most, of_stock, most_of_stock, sizes = zip(*seen, strict=True)
+            found, stock = (math.sqrt(sum(s) / sum(counts)) for s in (squares, of_stock))
+            slack = slack_of(name, max(sizes))
+            rms, greatest = factor * stock + slack, math.inf
             if greatest_factor is not None:
-                greatest = greatest_factor * stock.greatest + slack
-            if errors.nan or not errors.rms <= rms or not errors.greatest <= greatest:
-                sentences.append(
-                    f"{name}: rms error beyond rounding {errors.rms:.3g} (allowed {rms:.3g}), "
-                    f"greatest {errors.greatest:.3g} (allowed {greatest:.3g})"
-                )
-        return sentences
+                greatest = greatest_factor * max(most_of_stock) + slack
+            if not found <= rms or not max(most) <= greatest:
+                yield (f"{name}: rms error beyond rounding {found:.3g} (allowed {rms:.3g}), "
+                       f"greatest {max(most):.3g} (allowed {greatest:.3g})")  # fmt: skip
 
 
 def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTOR):
@@ -694,7 +656,7 @@ def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTO
             assert result.shape == expected[name].shape, name
             error = (result.double() - expected[name]).abs() - p.rounding_of(name, expected[name])
             judgement.add(name, error.clamp(min=0), expected[name], yardstick[name])
-    broken = judgement.broken(p.slack_of, factor, p.GREATEST_FACTOR)
+    broken = [*judgement.broken(p.slack_of, factor, p.GREATEST_FACTOR)]
     assert not broken, f"{problem}: {'; '.join(broken)}"
 
 

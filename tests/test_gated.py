@@ -13,7 +13,7 @@ import reference
 import torch
 import torch.nn.functional as F
 from families import BF16, F16, F32, F64, Gated
-from numerics import EVERY, QUICK, check
+from numerics import EVERY, QUICK, Problem, check
 from torch.library import opcheck
 
 import fused_layernorm as fl
@@ -171,34 +171,27 @@ def test_a_weight_offset_is_added_in_float32(device):
 # ---- RMSNorm over groups of columns.
 
 
-@pytest.mark.parametrize("round_before_weight", [False, True])
+@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32), (F64, F64)], ids=str)
-def test_rms_norm_over_groups(device, dtypes, round_before_weight):
-    dtype = dtypes[0]
-    x, _, weight, bias = inputs(device, (5, 3, 64), dtype, None, dtypes[1])
-    rows = x.unflatten(-1, (4, 16))
-    options: Any = {"weight_offset": 1.0, "round_before_weight": round_before_weight}
+def test_rms_norm_over_groups(device, dtypes, affine):
     for others in ({}, {"out_dtype": F32}, {"activation": "gelu", "scale": 0.5}):
-        for parameters in ((weight, bias), (weight, None), (None, bias), (None, None)):
-            given = dict(options, weight_offset=float(parameters[0] is not None), **others)
-            found = fl.rms_norm(x, parameters[0], 1e-5, bias=parameters[1], group_size=16, **given)
-            # Each group alone, with its part of weight and bias.
-            parts = []
-            for i, row in enumerate(rows.unbind(-2)):
-                w, b = (p if p is None else p[16 * i :][:16] for p in parameters)
-                parts.append(fl.rms_norm(row, w, 1e-5, bias=b, normalized_shape=16, **given))
-            expected = torch.cat(parts, -1)
-            assert found.dtype == expected.dtype
-            tolerance = 1e-12 if dtype is F64 else 1e-5 if found.dtype is F32 else 2**-7
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-            leaves = [t for t in (x, *parameters) if t is not None]
-            for g, h in zip(
-                torch.autograd.grad(found.float().square().sum(), leaves),
-                torch.autograd.grad(expected.float().square().sum(), leaves), strict=True,
-            ):  # fmt: skip
-                slack = 3e-2 if dtype is BF16 else 1e-4
-                one, other = g / h.abs().max(), h / h.abs().max()
-                torch.testing.assert_close(one, other, rtol=slack, atol=slack)
+        offset = float(affine in ("both", "weight"))
+        given: Any = {"affine": affine, "group_size": 16, "weight_offset": offset, **others}
+        check(Problem((5, 3, 64), *dtypes, statistic="rms", **given), device)
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, F32), (F32, F32)], ids=str)
+def test_rounding_of_rms_norm_over_groups(device, dtypes):
+    """Each group alone, with its part of weight and bias."""
+    problem = Problem((5, 64), *dtypes, statistic="rms", group_size=16, rounds=True)
+    t = numerics.make(problem, device)
+    (y,) = problem.forward(t)
+    alone = [
+        fl.rms_norm(x, weight, 1e-5, bias=bias, round_before_weight=True)
+        for x, weight, bias in zip(*(u.split(16, -1) for u in (t.x, t.weight, t.bias)), strict=True)
+    ]
+    slack = {F32: 1e-5, BF16: 2**-7}[y.dtype]
+    torch.testing.assert_close(y, torch.cat(alone, -1), rtol=slack, atol=slack)
 
 
 # ---- PyTorch's machinery.
