@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from families import BF16, F16, F32, F64, Channels
 from families import over_channels as problem
-from numerics import EVERY, QUICK, check, covering, ids
+from numerics import EVERY, QUICK, check, covering
 from torch import nn
 from torch.library import opcheck
 
@@ -29,72 +29,62 @@ SHAPES = [(3, 5), (2, 1, 9), (2, 2, 8), (2, 7, 64), (2, 8, 5, 7), (3, 9, 4, 4), 
           (4, 127, 2, 2), (1, 256, 57, 3)]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtypes", "statistic"), covering(SHAPES, DTYPES, ("layer", "rms")), ids=ids
-)
-def test_accuracy(device, shape, dtypes, statistic):
-    check(problem(shape, *dtypes, statistic=statistic), device)
-
-
-# Both sides of what one thread, one group of threads and one block hold.
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("channels", "pixels", "dtype"),
-    covering([1, 2, 8, 9, 63, 64, 65, 127, 128, 129, 511, 513, 768, 1024, 1025, 2047, 2048, 2049,
-              4095, 4096, 4097, 9000],
-             [(7, 7), (8, 16), (7, 15), (14, 10), (1, 130)], [F32, BF16, F64]),
-    ids=ids,
-)  # fmt: skip
-def test_accuracy_at_the_boundaries_of_channels(channels, pixels, dtype):
-    check(problem((3, channels, *pixels), dtype), "cuda")
-    check(problem((3, channels, *pixels), dtype, by_view=True), "cuda")
-
-
-# So many images that a block has several tiles, of which the last of a plane has fewer pixels.
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("dy_order", "shape", "dtypes", "options"),
-    covering(["contiguous", "channels_last"],
-             [(600, 96, 8, 19), (1500, 24, 4, 19), (1500, 16, 7, 7), (900, 40, 14, 14)],
-             DTYPES, [{}, {"statistic": "rms"}, {"activation": "gelu"}], strength=3),
-    ids=ids,
-)  # fmt: skip
-def test_accuracy_of_many_images(dy_order, shape, dtypes, options):
-    check(problem(shape, *dtypes, dy_layout=dy_order, **options), "cuda", sample=1)
-
-
-@pytest.mark.parametrize(
-    ("order", "dy_order", "by_view", "shape", "dtype"),
-    covering([*Channels.LAYOUTS], ["contiguous", "channels_last", "every second pixel"],
-             [False, True],
-             [(2, 24, 8, 8), (2, 16, 7, 7), (3, 40, 14, 14)], [F32, BF16], strength=3),
-    ids=ids,
-)  # fmt: skip
-def test_every_order_of_memory(device, order, dy_order, by_view, shape, dtype):
-    p = problem(shape, dtype, layout=order, dy_layout=dy_order, by_view=by_view)
-    check(p, device, sample=1)
+FUSED = [
+    problem((2, 24, 8, 8), BF16, activation="gelu", scale=2.0),
+    problem((2, 24, 7, 7), BF16, F32, activation="silu", out_dtype=F32),
+    problem((2, 24, 14, 14), F32, out_dtype=BF16, activation="gelu_tanh"),
+    problem((2, 136, 9, 24), F16, out_dtype=F32, affine="bias", activation="relu"),
+    problem((2, 24, 8, 8), BF16, out_dtype=F64),
+    problem((2, 24, 8, 8), F32, affine="none"),
+    problem((2, 24, 8, 8), F32, affine="weight", statistic="rms", weight_offset=1.0),
+    problem((2, 24, 8, 8), BF16, statistic="rms", activation="silu"),
+    problem((2, 96, 16, 16), F32, mean=1000.0),
+    problem((2, 96, 16, 16), BF16, mean=100.0),
+    problem((2, 96, 7, 7), F32, mean=1000.0, eps=0.0),
+]
 
 
 @pytest.mark.parametrize(
     "p",
     [
-        problem((2, 24, 8, 8), BF16, activation="gelu", scale=2.0),
-        problem((2, 24, 7, 7), BF16, F32, activation="silu", out_dtype=F32),
-        problem((2, 24, 14, 14), F32, out_dtype=BF16, activation="gelu_tanh"),
-        problem((2, 136, 9, 24), F16, out_dtype=F32, affine="bias", activation="relu"),
-        problem((2, 24, 8, 8), BF16, out_dtype=F64),
-        problem((2, 24, 8, 8), F32, affine="none"),
-        problem((2, 24, 8, 8), F32, affine="weight", statistic="rms", weight_offset=1.0),
-        problem((2, 24, 8, 8), BF16, statistic="rms", activation="silu"),
-        problem((2, 96, 16, 16), F32, mean=1000.0),
-        problem((2, 96, 16, 16), BF16, mean=100.0),
-        problem((2, 96, 7, 7), F32, mean=1000.0, eps=0.0),
+        *(problem(shape, *dtypes, statistic=statistic)
+          for shape, dtypes, statistic in covering(SHAPES, DTYPES, ("layer", "rms"))),
+        *(problem(shape, dtype, layout=layout, dy_layout=dy_layout, by_view=by_view)
+          for layout, dy_layout, by_view, shape, dtype in covering(
+              [*Channels.LAYOUTS], ["contiguous", "channels_last", "every second pixel"],
+              [False, True], [(2, 24, 8, 8), (2, 16, 7, 7), (3, 40, 14, 14)], [F32, BF16],
+              strength=3)),
+        *(replace(p, by_view=by_view) for p in FUSED for by_view in (False, True)),
     ],
     ids=str,
-)
-@pytest.mark.parametrize("by_view", [False, True])
-def test_accuracy_of_what_is_fused(device, p, by_view):
-    check(replace(p, by_view=by_view), device)
+)  # fmt: skip
+def test_accuracy(device, p):
+    check(p, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "p",
+    [
+        # Both sides of what one thread, one group of threads and one block hold.
+        *(problem((3, channels, *pixels), dtype, by_view=by_view)
+          for channels, pixels, dtype in covering(
+              [1, 2, 8, 9, 63, 64, 65, 127, 128, 129, 511, 513, 768, 1024, 1025, 2047, 2048, 2049,
+               4095, 4096, 4097, 9000],
+              [(7, 7), (8, 16), (7, 15), (14, 10), (1, 130)], [F32, BF16, F64])
+          for by_view in (False, True)),
+        # So many images that a block has several tiles, of which the last of a plane has fewer
+        # pixels.
+        *(problem(shape, *dtypes, dy_layout=dy_layout, **options)
+          for dy_layout, shape, dtypes, options in covering(
+              ["contiguous", "channels_last"],
+              [(600, 96, 8, 19), (1500, 24, 4, 19), (1500, 16, 7, 7), (900, 40, 14, 14)],
+              DTYPES, [{}, {"statistic": "rms"}, {"activation": "gelu"}], strength=3)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_accuracy_on_cuda(p):
+    check(p, "cuda")
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, 3, -1, -2, -4])

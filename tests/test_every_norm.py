@@ -271,7 +271,7 @@ def test_one_column_and_constant_rows_give_shift(device):
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=ids)
-@pytest.mark.parametrize("cols", [1, 5, 64, 1024, 5000, 70000])
+@pytest.mark.parametrize("cols", [1, 5, 64, 1024, 3000, 5000, 70000])
 def test_nan_and_inf_propagate_as_in_pytorch(device, cols, dtype):
     t = make(Problem((6, cols), dtype=dtype), device)
     t.x[0, cols // 2], t.x[1, -1], t.x[2, 0] = NAN, INF, -INF
@@ -279,17 +279,13 @@ def test_nan_and_inf_propagate_as_in_pytorch(device, cols, dtype):
     y, stock = (run(t, backward=False)["y"] for run in (ours, numerics.stock))
     assert torch.equal(y.isnan(), stock.isnan())
     assert torch.equal(y.isinf(), stock.isinf())
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=ids)
-@pytest.mark.parametrize("cols", [5, 64, 3000])
-def test_nan_and_inf_propagate_backward_as_in_pytorch(device, cols, dtype):
-    t = make(Problem((6, cols), dtype=dtype), device)
-    t.x[0, cols // 2], t.x[1, -1] = NAN, INF
-    t.dy[2, 0], t.dy[3, 1] = NAN, -INF
-    found, stock = ours(t), numerics.stock(t)
-    for name in ("dx", "dweight", "dbias"):
-        assert torch.equal(found[name].isfinite(), stock[name].isfinite()), name
+    if dtype != F16 and cols in (5, 64, 3000):
+        t = make(Problem((6, cols), dtype=dtype), device)
+        t.x[0, cols // 2], t.x[1, -1] = NAN, INF
+        t.dy[2, 0], t.dy[3, 1] = NAN, -INF
+        found, stock = ours(t), numerics.stock(t)
+        for name in ("dx", "dweight", "dbias"):
+            assert torch.equal(found[name].isfinite(), stock[name].isfinite()), name
 
 
 def test_nan_and_inf_of_modulations_stay_in_their_sample(device):
