@@ -62,9 +62,9 @@ def stock(kind, **how):
 
     def call(x, *given):
         if kind == "groups":
-            y = of.group_norm(x, 2, torch.zeros_like(x), *given, 1e-5, **how).y
+            y = of.group_norm(x, 2, *given, 1e-5, **how).y
         elif kind == "gates":
-            y = of.rms_norm_gated(x, given[0], torch.zeros_like(x), *given[1:], **how).y
+            y = of.rms_norm_gated(x, *given, **how)
         else:
             y = of.layer_norm(x.movedim(1, -1), 1, *given, 1e-5, **how).y.movedim(-1, 1)
         return (y,)

@@ -5,18 +5,18 @@ test_every_norm.py has what every norm keeps.
 """
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numerics
 import pytest
 import reference
 import torch
-from numerics import Problem, by_layouts, covering, ids, rows_for
+from numerics import Problem, covering, ids, ours, rows_for
 
-from fused_layernorm import layer_norm
+from fused_layernorm import ada_layer_norm, layer_norm
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-ops = torch.ops.fused_layernorm
 
 pytestmark = pytest.mark.cpu_operators  # the tests judge the operators, on the CPU too
 
@@ -24,7 +24,7 @@ SHORT = [1, 2, 3, 31, 33, 64, 100, 127, 255, 257, 768, 1023, 1024, 1025, 2047]
 MIDDLE = [4095, 4096, 5120, 8191, 8192, 16384, 20001, 32768]
 LONG = [(3, 65537), (64, 150528), (6, 262144), (3, 1_000_003), (4, 1_048_576), (2, 4_194_304)]
 DTYPES = [(F32, None), (F16, None), (BF16, None), (F16, F32), (BF16, F32), (F64, None)]
-MASKS = [mask for mask in itertools.product((True, False), repeat=3) if any(mask)]
+XWB = ("x", "weight", "bias")
 
 
 MIXED = [(F32, None), (BF16, F32)]
@@ -70,6 +70,8 @@ def test_accuracy(device, problem):
         # x and dy stay in L2 as other data does.
         Problem((17_001, 1024), BF16),
         Problem((4_400, 2049)),
+        *(Problem((400_001, cols), *dtypes) for dtypes in (*MIXED, (BF16, None))
+          for cols in (1, 3, 8, 17, 37, 48, 49, 63, 64)),
         # Forward's persistent blocks, too, have several rows.
         *(Problem(shape, *dtypes) for dtypes in DTYPES
           for shape in [(400, 20_480), (300, 40_000), (70, 65_536)]),
@@ -108,29 +110,11 @@ def test_sums_over_many_rows_are_as_accurate_as_pytorchs(problem):
     numerics.check(problem, "cuda", factor=1.02)
 
 
-def _args(t):
-    p = t.problem
-    _, *statistics = ops.layer_norm_forward(t.x, p.normalized_ndim, t.weight, t.bias, p.eps)
-    parameters = (t.weight, t.bias, t.dresidual, p.activation, p.scale)
-    return (t.dy, t.x, p.normalized_ndim, *statistics, *parameters)
-
-
-def _saved(problem, device):
-    """The arguments of the backward operator without its masks."""
-    t = numerics.make(problem, device)
-    if t.residual is not None:
-        t.x = reference.add(t.x, t.residual)
-    return _args(t)
-
-
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("dtypes", [(F32, None), (BF16, F32)], ids=ids)
 @pytest.mark.parametrize("cols", [5, 64, 1024, 9000])
-def test_masks_give_the_same_gradients(device, cols, dtypes, activation):
-    problem = Problem((50, cols), *dtypes, activation=activation)
-    args = _saved(problem, device)
-    everything = numerics.check_masks(ops.layer_norm_backward, args, MASKS)
-    assert [gradient.shape for gradient in everything] == [(50, cols), (cols,), (cols,)]
+def test_gradients_that_are_asked_for_alone(device, cols, dtypes, activation):
+    numerics.check_wanted(Problem((50, cols), *dtypes, activation=activation), device)
 
 
 FUSED: list[dict[str, Any]] = [
@@ -152,31 +136,21 @@ FUSED: list[dict[str, Any]] = [
     ids=str,
 )  # fmt: skip
 def test_few_rows_have_the_dx_of_many(plans, problem):
-    args = _saved(problem, "cuda")
+    t = numerics.make(problem, "cuda")
     # Where dy is zero, dx is a zero of either sign, and the signs must agree too.
-    args[0][1::2] = 0
-    dx = {}
-    for strategy in ("few_rows", _strategy_of_many_rows(plans, problem.cols, problem.dtype)):
-        plans.force(f"strategy={strategy}")
-        dx[strategy], _, _ = ops.layer_norm_backward(*args, True, True, True)
+    t.dy[1::2] = 0
+    strategies = ("few_rows", _strategy_of_many_rows(plans, problem.cols, problem.dtype))
+    dx = [ours(t.but(problem=replace(problem, forced=(None, s))))["dx"] for s in strategies]
     bits = {2: torch.int16, 4: torch.int32}[problem.dtype.itemsize]
-    few, many = (each.view(bits) for each in dx.values())
-    assert torch.equal(few, many)
+    assert torch.equal(dx[0].view(bits), dx[1].view(bits))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("activation", [None, "gelu"])
 @pytest.mark.parametrize("cols", [5, 768, 1001, 16_384])
-def test_a_single_row_with_every_mask(poison, cols, activation, mask):
-    """Each gradient has the same bits whichever others are asked for."""
-    args = _saved(Problem((1, cols), dtype=BF16, activation=activation), "cuda")
-    whole = ops.layer_norm_backward(*args, True, True, True)
-    poison(*whole)
-    some = ops.layer_norm_backward(*args, *mask)
-    for one, all_of_it, wanted in zip(some, whole, mask, strict=True):
-        if wanted:
-            assert torch.equal(one, all_of_it)
+def test_a_single_row_has_the_same_bits_whichever_gradients_are_asked_for(poison, cols, activation):
+    problem = Problem((1, cols), BF16, activation=activation)
+    numerics.check_wanted(problem, "cuda", poison, bits=True)
 
 
 def _strategy_of_many_rows(plans, cols, dtype):
@@ -219,13 +193,6 @@ def test_zero_weight_has_a_gradient(device, zero):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, None), (BF16, F32)], ids=ids)
-@pytest.mark.parametrize("cols", [1, 3, 8, 17, 37, 48, 49, 63, 64])
-def test_accuracy_of_many_short_rows(cols, dtypes):
-    numerics.check(Problem((400_001, cols), *dtypes), "cuda", sample=1 << 17)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     "options", [{}, {"activation": "gelu", "scale": 0.5}, {"statistic": "rms"}], ids=str
 )
@@ -237,26 +204,9 @@ def test_accuracy_of_many_short_rows(cols, dtypes):
 )  # fmt: skip
 def test_every_strategy(plans, layout, dtypes, options):
     """Chips before Hopper have no bulk copies: bulk=0 tests their kernels."""
-    strategy = layout.split()[0]
-    ran = []
-    for cols in numerics.FORCED_COLS:
-        problem = Problem((rows_for(cols), cols), *dtypes, **options)
-        has_epilogue = "activation" in options
-        plans.force(f"strategy={layout}")
-        plan = plans.of(
-            *problem.shape, dtypes[0], weight_dtype=dtypes[1], backward=True,
-            has_epilogue=has_epilogue,
-        )  # fmt: skip
-        plans.force(None)
-        if plan is None:
-            continue
-        assert plan["strategy"] == strategy
-
-        # A large sample, because the greatest error, PyTorch's too, is that of a single element.
-        numerics.check(problem, "cuda", run=by_layouts(plans, backward=layout), sample=1 << 17)
-        ran.append(cols)
-    if not ran:
-        pytest.skip(f"{layout} takes no {ids(dtypes[0])} rows backward on this device")
+    problem = Problem((1,), *dtypes, forced=(None, layout), **options)
+    # A large sample, because the greatest error, PyTorch's too, is that of a single element.
+    numerics.check_strategy(plans, problem, numerics.FORCED_COLS, sample=1 << 17)
 
 
 @pytest.mark.gpu
@@ -274,87 +224,94 @@ def test_slices_without_a_warp_that_collects(plans, dtype, cols, rows):
     if plan is None or not plan["bulk"]:
         pytest.skip("the device has no room for rings of these slices")
     assert not plan["has_collector"]
-    problem = Problem((rows, cols), dtype)
-    numerics.check(problem, "cuda", run=by_layouts(plans, backward=layout), sample=1 << 17)
+    numerics.check(Problem((rows, cols), dtype, forced=(None, layout)), "cuda", sample=1 << 17)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mask", MASKS, ids=lambda m: "".join("xwb"[i] for i in range(3) if m[i]))
+@pytest.mark.parametrize("wanted", [w for n in (1, 2, 3) for w in itertools.combinations(XWB, n)])
 @pytest.mark.parametrize("strategy", ["warp", "few_rows", "block", "split", "stream"])
-def test_every_strategy_with_every_mask(plans, strategy, mask):
+def test_every_strategy_with_every_mask(strategy, wanted):
     for cols in (64, 1000, 8192, 65536):
-        t = numerics.make(Problem((40, cols), residual_dtype=F32, activation="silu"), "cuda")
-        t.x, t.residual = reference.add(t.x, t.residual), None
-        expected = numerics.exact(t)
-        args = _args(t)
-        plans.force(f"strategy={strategy}")
-        options = {"backward": True, "residual": True, "has_epilogue": True}
-        if plans.of(40, cols, F32, **options, needs_dparams=mask[1] or mask[2]) is None:
-            plans.force(None)
+        options: dict[str, Any] = {"residual_dtype": F32, "activation": "silu"}
+        t = numerics.make(Problem((40, cols), forced=(None, strategy), **options), "cuda")
+        try:
+            found = ours(t, wanted=wanted)
+        except (RuntimeError, ValueError) as error:
+            if "cannot run" not in str(error):
+                raise
             continue
-        gradients = ops.layer_norm_backward(*args, *mask)
-        plans.force(None)
-        named = zip(("dx", "dweight", "dbias"), gradients, mask, strict=True)
-        wanted = {name: gradient for name, gradient, needed in named if needed}
-        numerics.assert_close(wanted, expected, 1e-4)
+        expected = numerics.exact(t, found)
+        numerics.assert_close({f"d{n}": found[f"d{n}"] for n in wanted}, expected, 1e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("cols", [64, 4096, 65536])
-def test_more_than_2_to_the_31_elements(needs_memory, cols):
+def test_sums_over_more_elements_than_32_bits_count(needs_memory, cols):
+    """test_every_norm.py looks at their rows."""
     needs_memory(40)
     rows = 2**31 // cols + 5
-    x = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_().requires_grad_()
-    dy = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_()
-    weight, bias = (torch.ones(cols, device="cuda", requires_grad=True) for _ in "wb")
-    y = layer_norm(x, weight, bias)
-    dx, *sums = torch.autograd.grad(y, (x, weight, bias), dy)
-    for part in (slice(0, 4), slice(rows // 2, rows // 2 + 4), slice(rows - 6, rows)):
-        expected = reference.layer_norm(x.detach()[part], 1, weight.detach(), bias.detach()).y
-        torch.testing.assert_close(y[part].double(), expected, rtol=2**-8, atol=2**-8)
-        expected = reference.layer_norm_backward(dy[part], x.detach()[part], 1, weight.detach()).dx
-        torch.testing.assert_close(dx[part].double(), expected, rtol=2**-7, atol=2**-7)
-    dweight, dbias = torch.zeros(2, cols, device="cuda", dtype=F64)
-    for start in range(0, rows, rows // 64):
-        part = slice(start, start + rows // 64)
-        gradients = reference.layer_norm_backward(dy[part], x.detach()[part], 1)
-        dweight += gradients.dweight
-        dbias += gradients.dbias
+    x = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_()
+    dy = torch.empty_like(x).normal_()
+    weight, bias = leaves = [torch.ones(cols, device="cuda", requires_grad=True) for _ in "wb"]
+    found = torch.autograd.grad(layer_norm(x, weight, bias), leaves, dy)
+    expected = [torch.zeros(cols, device="cuda", dtype=F64) for _ in "wb"]
+    for part in (slice(start, start + rows // 64) for start in range(0, rows, rows // 64)):
+        _, *sums = reference.layer_norm_backward(dy[part], x[part], 1)
+        expected = [a + b for a, b in zip(expected, sums, strict=True)]
     # A sum of n numbers of deviation 1 is of order sqrt(n). Float32 sums taken in blocks err by far
     # less than 1e-4 of that.
-    tolerance = 1e-4 * rows**0.5
-    for found, expected in zip(sums, (dweight, dbias), strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=1e-4 * rows**0.5)
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "cols"), [(F32, 2**30 + 4104), (BF16, 2**31 - 5)], ids=str)
-def test_columns_beyond_what_32_bits_count(needs_memory, dtype, cols):
-    """The bytes of a float32 row, and the columns to the last chunk's end, overflow 32 bits."""
+@pytest.mark.parametrize(
+    ("dtype", "rows", "cols", "given"),
+    [(F32, 1, 2**30 + 4104, "weight"), (BF16, 1, 2**31 - 5, "weight"),
+     (F32, 1, 2**30 + 4104, "weight scale"), (F32, 2, 2**30 + 4104, "scale")],
+    ids=str,
+)  # fmt: skip
+def test_columns_beyond_what_32_bits_count(needs_memory, dtype, rows, cols, given):
+    """The bytes of a float32 row, and the columns to the last chunk's end, overflow 32 bits. Two
+    rows share a modulation, one is a group of its own."""
     needs_memory(60)
-    x, dy, weight = (torch.empty(1, cols, device="cuda", dtype=dtype).normal_() for _ in range(3))
-    parts = [slice(start, start + 2**27) for start in range(0, cols, 2**27)]
-    mean = sum(x[:, part].double().sum() for part in parts) / cols
-    rstd = (sum((x[:, part].double() - mean).square().sum() for part in parts) / cols).rsqrt()
-    saved = (s.float().reshape(1) for s in (mean, rstd))
-    dx, dweight, _ = ops.layer_norm_backward(
-        dy, x, 1, *saved, weight[0], None, None, None, 1.0, True, True, False
-    )
+    x, dy = (torch.empty(rows, cols, device="cuda", dtype=dtype).normal_() for _ in "xd")
+    leaves = {n: torch.empty(cols, device="cuda", dtype=dtype).normal_() for n in given.split()}
+    weight, scale = leaves.get("weight"), leaves.get("scale")
+    name = given.split()[-1]
+    x.requires_grad_(), leaves[name].requires_grad_()
+    if scale is None:
+        y = layer_norm(x, weight)
+    else:
+        y = ada_layer_norm(x, scale.detach(), scale, weight, normalized_shape=(cols,))
+    found = torch.autograd.grad(y, (x, leaves[name]), dy)
+    del y
+    x = x.detach()
+    parts = [slice(start, start + 2**26) for start in range(0, cols, 2**26)]
+    mean, square, c1, c2 = (x.new_zeros(rows, 1, dtype=F64) for _ in range(4))
+    for part in parts:
+        mean += x[:, part].double().sum(1, keepdim=True) / cols
+    for part in parts:
+        square += (x[:, part].double() - mean).square().sum(1, keepdim=True) / cols
+    rstd = (square + numerics.EPS).rsqrt()
 
     def of(part):
-        xhat = (x[:, part].double() - mean) * rstd
-        return xhat, dy[:, part].double() * weight[:, part].double()
+        """xhat, and the gradients of scale or weight and of xhat, row by row."""
+        xhat, g = (x[:, part].double() - mean) * rstd, dy[:, part].double()
+        factor = 1 if weight is None else weight.detach()[part].double()
+        if scale is None:
+            return xhat, g * xhat, g * factor
+        return xhat, g * xhat * factor, g * factor * (1 + scale.detach()[part].double())
 
-    c1, c2 = 0.0, 0.0
     for part in parts:
-        xhat, g = of(part)
-        c1, c2 = c1 + g.sum() / cols, c2 + (g * xhat).sum() / cols
+        xhat, _, g = of(part)
+        c1 += g.sum(1, keepdim=True) / cols
+        c2 += (g * xhat).sum(1, keepdim=True) / cols
     allowed = 2**-7 if dtype == BF16 else 1e-5
-    tolerance: dict[str, Any] = {"rtol": allowed, "atol": allowed}
     for part in parts:
-        xhat, g = of(part)
-        torch.testing.assert_close(dx[:, part].double(), rstd * (g - c1 - xhat * c2), **tolerance)
-        expected = dy[:, part].double() * xhat
-        torch.testing.assert_close(dweight[part].double(), expected[0], **tolerance)
+        xhat, dleaf, g = of(part)
+        dx = rstd * (g - c1 - xhat * c2)
+        for one, other in ((found[0][:, part], dx), (found[1][part], dleaf.sum(0))):
+            torch.testing.assert_close(one.double(), other, rtol=allowed, atol=allowed)

@@ -11,106 +11,22 @@ import time
 from contextlib import contextmanager
 from typing import Any
 
+import numerics
 import pytest
 import torch
+from families import BF16, F32, Gated, Heads, of_groups, over_channels
 from golden_plans import group_plan, plan
-
-import fused_layernorm as fl
+from numerics import Problem, modulated
 
 SECONDS = 2.0  # of each kind of other work
 AT_ONCE = 10  # calls between two looks at their results
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+HALF = (BF16, BF16, BF16, None)  # of modulated norms
 
 
-def normal(*shape, dtype=F32):
-    return torch.randn(shape, device="cuda", dtype=dtype)
-
-
-def both(function, dy, *inputs):
-    """A call that gives the results of function(*inputs) and all gradients."""
-
-    def call():
-        leaves = [t.detach().requires_grad_() for t in inputs]
-        outputs = function(*leaves)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        gradients = torch.autograd.grad(outputs, leaves, [dy] * len(outputs))
-        return [t.detach() for t in (*outputs, *gradients)]
-
-    return call
-
-
-def rows(count, cols, dtype=BF16, *, only_forward=False, **options):
-    """A LayerNorm of rows. Forward alone has more calls a second."""
-    x, dy = (normal(count, cols, dtype=dtype) for _ in "xd")
-    weight, bias = (normal(cols, dtype=dtype) for _ in "wb")
-    if only_forward:
-        return lambda: [fl.layer_norm(x, weight, bias, **options)]
-    return both(lambda *t: fl.layer_norm(*t, **options), dy, x, weight, bias)
-
-
-def rms(count, cols, dtype=BF16):
-    x, weight = normal(count, cols, dtype=dtype), normal(cols, dtype=dtype)
-    return lambda: [fl.rms_norm(x, weight, 1e-6)]
-
-
-def modulated(batch, positions, cols, *, per_token=False, gated=False):
-    x, residual, dy = (normal(batch, positions, cols, dtype=BF16) for _ in range(3))
-    shape = (batch, positions if per_token else 1, cols)
-    shift, scale, gate = (normal(*shape, dtype=BF16) for _ in range(3))
-    if gated:
-        return both(fl.add_ada_layer_norm, dy, x, residual, gate, shift, scale)
-    return both(fl.ada_layer_norm, dy, x, shift, scale)
-
-
-def gate(batch, positions, cols):
-    """The gradient of a gate beside an activation is that of an operator of its own."""
-    dsum, x = (normal(batch, positions, cols, dtype=BF16) for _ in range(2))
-    factor = normal(batch, 1, cols, dtype=BF16)
-    return lambda: list(torch.ops.fused_layernorm.gate_backward(dsum, x, factor, True, True))
-
-
-def channels(shape, memory_format=torch.contiguous_format):
-    x, dy = (normal(*shape, dtype=BF16).to(memory_format=memory_format) for _ in "xd")
-    weight, bias = (normal(shape[1], dtype=BF16) for _ in "wb")
-    return both(lambda *t: fl.layer_norm(*t, dim=1), dy, x, weight, bias)
-
-
-def heads(cols):
-    q, k = (normal(2, 4096, n, cols, dtype=BF16) for n in (16, 16))
-    weight, angle = normal(cols, dtype=BF16), normal(4096, cols // 2)
-    cos, sin = angle.cos(), angle.sin()
-    return both(lambda q, k, w: fl.qk_norm_rope(q, k, w, w, cos, sin), torch.ones_like(q), q, k,
-                weight)  # fmt: skip
-
-
-def gated(count, cols, *options, bias=False):
-    """The operators: a norm first, or with gate_first a gate, and all gradients. Forward once more
-    as most models have it, all of one type."""
-    ops: Any = torch.ops.fused_layernorm
-    x, gate, dy = (normal(count, cols, dtype=BF16) for _ in "xgd")
-    weight, b = normal(cols, dtype=BF16), normal(cols, dtype=BF16) if bias else None
-
-    def call():
-        y, _, rstd = ops.rms_norm_gated_forward(x, gate, weight, b, 1e-6, *options)
-        needs = (True, True, True, bias)
-        rounded = ops.rms_norm_gated(x, gate, weight, None, 1e-6, *options, None, 0.0, True)
-        return [y, rounded, rstd, *ops.rms_norm_gated_backward(
-            dy, x, gate, rstd, weight, b, *options, 0.0, *needs)[: 3 + bias]]  # fmt: skip
-
-    return call
-
-
-def group_norm(
-    shape, groups, dtype=BF16, memory_format=torch.contiguous_format, *, ada=False
-) -> Any:
-    x, dy = (normal(*shape, dtype=dtype).to(memory_format=memory_format) for _ in "xd")
-    weight, bias = (normal(shape[1], dtype=dtype) for _ in "wb")
-    if not ada:
-        return both(lambda x, w, b: fl.group_norm(x, groups, w, b, activation="silu"), dy, x,
-                    weight, bias)  # fmt: skip
-    ada_group_norm: Any = fl.ada_group_norm
-    shift, scale = (normal(*shape[:2], dtype=dtype) for _ in "bc")
-    return both(lambda x, *t: ada_group_norm(x, groups, *t), dy, x, shift, scale, weight, bias)
+def call_of(problem, *, only_forward=False):
+    """A call that gives all results and gradients. Forward alone has more calls a second."""
+    t = numerics.make(problem, "cuda")
+    return lambda: [*numerics.ours(t, backward=not only_forward).values()]
 
 
 # Shape, groups, dtype, and the strategies of the two directions, with the blocks of a group.
@@ -141,44 +57,49 @@ ROWS = [
     (8, 9_437_184, BF16, "stream", "stream"),
     (350, 88_801, F32, "stream", "split"),
 ]
+GATES: list[Any] = [
+    ("gated", (65_536, 128), {"affine": "weight"}),
+    ("gated, few rows", (32, 128), {"affine": "weight"}),
+    ("gated, by blocks", (8192, 8192), {"affine": "weight"}),
+    ("a gate, then the norm of groups", (8192, 8192),
+     {"affine": "weight", "gate_first": True, "group_size": 1024}),
+    ("gated, long rows", (512, 40_000), {"gate_activation": "sigmoid"}),
+]  # fmt: skip
 CASES: dict[str, Any] = {
+    **{str(p): p for p in (Problem((count, cols), dtype) for count, cols, dtype, *_ in ROWS)},
+    "groups": modulated((64, 256, 1152), dtypes=HALF),
+    "groups with a gate": modulated((8, 1024, 1152), gated=True, dtypes=HALF),
+    "groups, short rows": modulated((64, 256, 128), dtypes=HALF),
+    "groups of one row": modulated((1, 4608, 3072), "token", dtypes=HALF),
+    "channels": over_channels((64, 96, 56, 56), BF16),
+    "channels_last": over_channels((64, 384, 14, 14), BF16, layout="channels_last"),
+    "heads": Heads((2, 4096, 128), BF16, heads=(16, 16)),
     **{
-        f"{count} x {cols} {str(dtype)[6:]}": lambda sizes=(count, cols, dtype): rows(*sizes)
-        for count, cols, dtype, *_ in ROWS
+        f"{name}{', all of one type' * rounds}": Gated(shape, BF16, rounds=rounds, **options)
+        for rounds in (False, True)
+        for name, shape, options in GATES
     },
-    "ring": lambda: rows(512, 262_144, only_forward=True),
-    "ring, RMSNorm": lambda: rms(4096, 65_536),
-    "ring, float32": lambda: rows(128, 1_048_576, F32, only_forward=True),
-    "ring with an activation": lambda: rows(64, 163_840, only_forward=True, activation="silu"),
-    "groups": lambda: modulated(64, 256, 1152),
-    "groups with a gate": lambda: modulated(8, 1024, 1152, gated=True),
-    "groups, short rows": lambda: modulated(64, 256, 128),
-    "groups of one row": lambda: modulated(1, 4608, 3072, per_token=True),
-    "the gradient of a gate": lambda: gate(8, 1024, 1152),
-    "channels": lambda: channels((64, 96, 56, 56)),
-    "channels_last": lambda: channels((64, 384, 14, 14), torch.channels_last),
-    "heads": lambda: heads(128),
-    "gated": lambda: gated(65_536, 128, False, "silu", 0),
-    "gated, few rows": lambda: gated(32, 128, False, "silu", 0),
-    "gated, by blocks": lambda: gated(8192, 8192, False, "silu", 0),
-    "a gate, then the norm of groups": lambda: gated(8192, 8192, True, "silu", 1024),
-    "gated, long rows": lambda: gated(512, 40_000, False, "sigmoid", 0, bias=True),
     **{
-        f"groups of {forward[0]} by {forward[1]} and {backward[0]} by {backward[1]}": (
-            lambda of=(shape, groups, dtype): group_norm(*of)
-        )
+        f"{groups} groups of {shape}": of_groups(
+            shape, groups, (dtype, None), activation="silu")
         for shape, groups, dtype, forward, backward in GROUPS
     },
-    "groups in channels_last": lambda: group_norm(
-        (2, 320, 128, 128), 32, BF16, torch.channels_last
-    ),
-    "groups with a modulation": lambda: group_norm((2, 640, 64, 64), 32, ada=True),
+    "groups in channels_last": of_groups(
+        (2, 320, 128, 128), 32, (BF16, None), activation="silu", layout="channels_last"),
+    "groups with a modulation": of_groups((2, 640, 64, 64), 32, (BF16, None), modulation="both"),
+}  # fmt: skip
+# Forward alone.
+FORWARD: dict[str, Any] = {
+    "ring": Problem((512, 262_144), BF16),
+    "ring, RMSNorm": Problem((4096, 65_536), BF16, statistic="rms", affine="weight"),
+    "ring, float32": Problem((128, 1_048_576)),
+    "ring with an activation": Problem((64, 163_840), BF16, activation="silu"),
 }
 
 
 def elementwise(until):
     """Three of these at a time leave no multiprocessor without other blocks."""
-    a = normal(64 << 20)
+    a = torch.randn(64 << 20, device="cuda")
     c = torch.empty_like(a)
     while time.monotonic() < until:
         for _ in range(50):
@@ -231,7 +152,8 @@ def differs(a, b):
 @pytest.fixture(scope="module")
 def other_norms():
     """Norms whose blocks take parts of a multiprocessor, and all of it."""
-    return [rows(8192, 16_384), rows(32_768, 4096), rows(512, 131_072)]
+    sizes = [(8192, 16_384), (32_768, 4096), (512, 131_072)]
+    return [call_of(Problem(shape, BF16)) for shape in sizes]
 
 
 @pytest.mark.parametrize(("count", "cols", "dtype", "forward", "backward"), ROWS)
@@ -252,9 +174,9 @@ def test_the_strategies_of_the_groups(shape, groups, dtype, forward, backward):
 
 @pytest.mark.gpu
 @pytest.mark.beside
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | FORWARD)
 def test_bits_beside_other_work(name, other_norms):
-    call = CASES[name]()
+    call = call_of((CASES | FORWARD)[name], only_forward=name in FORWARD)
     alone = call()
     works = {
         "elementwise kernels": [elementwise] * 3,

@@ -14,7 +14,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from numerics import ROW_LAYOUTS, Problem, ids, rows_for
+from numerics import Problem, ids, rows_for
 
 from fused_layernorm import layer_norm
 from fused_layernorm.ops import composite
@@ -114,36 +114,15 @@ EPILOGUES: list[dict[str, Any]] = [
     ids=str,
 )
 def test_every_strategy(plans, layout, dtypes, epilogue):
-    plans.force(f"strategy={layout}")
-    strategy = layout.split()[0]
-    ran = []
-    for cols in FORCED_COLS:
-        shape = (rows_for(cols), cols)
-        has = bool({"scale", "weight_offset"} & {*epilogue})
-        options = {"has_epilogue": has, "residual": "residual_dtype" in epilogue}
-        plan = plans.of(*shape, dtypes[0], weight_dtype=dtypes[1], **options)
-        if plan is None:
-            continue
-        assert plan["strategy"] == strategy
-        try:
-            numerics.check(Problem(shape, *dtypes, **epilogue), "cuda", backward=False)
-        except ValueError as error:
-            # With a residual of another type the operator's problem is not the one that is planned.
-            others = epilogue.get("residual_dtype", dtypes[0]) is not dtypes[0]
-            if not (others and "cannot run" in str(error)):
-                raise
-            continue
-        ran.append(cols)
-    if not ran:
-        pytest.skip(f"{strategy} takes no {ids(dtypes[0])} rows forward on this device")
+    problem = Problem((1,), *dtypes, forced=(layout, None), **epilogue)
+    numerics.check_strategy(plans, problem, FORCED_COLS, backward=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=ids)
-def test_rows_by_halves_have_the_bits_of_shifted_rows(plans, dtype):
+def test_rows_by_halves_have_the_bits_of_shifted_rows(dtype):
     """Where a row stands decides how it is moved, and must not change its result."""
     for cols, statistic in itertools.product((4, 60, 356, 512, 924, 1492, 3196), ("layer", "rms")):
-        assert cols % 8 == 0 or plans.of(36, cols, dtype)["moves"] == "halves"
         numerics.check(Problem((36, cols), dtype, statistic=statistic), "cuda", backward=False)
         parameters = torch.randn(2, cols, device="cuda").to(dtype)
         x = (torch.randn(36, cols) + 100 * (torch.arange(36) % 3)[:, None]).to("cuda", dtype)
@@ -162,21 +141,11 @@ def test_rows_by_halves_have_the_bits_of_shifted_rows(plans, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_with_odd_rows_of_memory(plans, strategy):
-    plans.force(f"strategy={strategy}")
-    ran = False
-    for cols, kind in itertools.product(
-        (37, 64, 300, 1000, 8192, 65536), ("odd column slice", "sliced leading")
-    ):
-        x = ROW_LAYOUTS[kind](torch.randn(5, 4, cols, device="cuda"))
-        aligned = kind != "odd column slice" and cols % 4 == 0
-        if plans.of(20, cols, F32, aligned=aligned) is None:
-            continue
-        y = layer_norm(x, normalized_shape=(cols,))
-        torch.testing.assert_close(y.double(), reference.layer_norm(x, 1).y, rtol=1e-5, atol=1e-5)
-        ran = True
-    if not ran:
-        pytest.skip(f"{strategy} takes none of these rows on this device")
+@pytest.mark.parametrize("kind", ["odd column slice", "sliced leading"])
+def test_every_strategy_with_odd_rows_of_memory(plans, strategy, kind):
+    problem = Problem((1,), layout=kind, forced=(strategy, None))
+    cols = (37, 64, 300, 1000, 8192, 65536)
+    numerics.check_strategy(plans, problem, cols, backward=False, leading=(5, 4))
 
 
 def test_a_cuda_tensor_without_kernels_warns_once(monkeypatch):
