@@ -34,6 +34,7 @@ from .gated_modules import FusedRMSNormGated  # noqa: E402
 from .groups import FusedGroupNorm, ada_group_norm, group_norm  # noqa: E402
 from .heads import norm_rope, qk_norm_rope  # noqa: E402
 from .integrations import tools  # noqa: E402, F401
+from .margin import sm_margin  # noqa: E402
 from .modules import (  # noqa: E402
     FusedAddLayerNorm,
     FusedAddRMSNorm,
@@ -88,6 +89,7 @@ __all__ = [
     "register_swap",
     "rms_norm",
     "rms_norm_gated",
+    "sm_margin",
     "swap_layer_norm",
     "swap_norms",
     "swap_rms_norm",

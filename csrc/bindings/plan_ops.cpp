@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators `_plan`, `_plan_groups` and `_plan_gated`, which give the plan of any problem on
-// any device as JSON, `_force`, which forces parts of every later plan of rows, and `_limit`, which
-// gives a number of csrc that Python needs, too. They are not for users, and need no GPU.
+// any device as JSON, `_set_sm_margin`, what plans leave free of the device, `_force`, which forces
+// parts of every later plan of rows, and `_limit`, which gives a number of csrc that Python needs,
+// too. They are not for users, and need no GPU.
 
 #include <torch/csrc/stable/library.h>
 
@@ -10,6 +11,7 @@
 
 #include "backward/plan.h"
 #include "base/json.h"
+#include "base/margin.h"
 #include "bindings/data_types.h"
 #include "bindings/force_plan.h"
 #include "bindings/namespace.h"
@@ -36,8 +38,8 @@ Device checked_device(int64_t capability, int64_t sms, int64_t shared_memory, in
         " bytes of shared memory a block or more, got ", sms, " with ", shared_memory);
   check(l2_bytes >= 1 && l2_bytes < int64_t{1} << 40, "expected a device with L2, got ", l2_bytes,
         " bytes of it");
-  return {static_cast<int>(capability), static_cast<int>(sms), static_cast<int>(shared_memory),
-          l2_bytes};
+  return without_margin({static_cast<int>(capability), static_cast<int>(sms),
+                         static_cast<int>(shared_memory), l2_bytes});
 }
 
 // weight and y are of x's type unless their types are given. `aligned` says whether all rows begin
@@ -130,6 +132,12 @@ std::string describe_gated_plan(int64_t rows, int64_t cols, int64_t groups, Scal
   return plan ? describe(*plan) : "null";
 }
 
+void set_sm_margin(int64_t margin) {
+  check(margin >= 0 && margin < 1 << 16, "expected a margin of 0 to 65535 multiprocessors, got ",
+        margin);
+  sm_margin = static_cast<int>(margin);
+}
+
 int64_t limit(std::string name) {
   if (name == "head_cols") return kMostHeadCols;
   check(name == "few_pixels", "no limit is called '", name, "'");
@@ -163,6 +171,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
       "_plan_gated(int rows, int cols, int groups, ScalarType dtype, *, bool backward=False, "
       "bool aligned=True, bool needs_dweight=True, bool bias=False, int capability=90, int "
       "sms=132, int shared_memory=232448, int l2_bytes=52428800) -> str");
+  // Plans leave so many multiprocessors free from now on; those of the operators above, too.
+  m.def("_set_sm_margin(int margin) -> ()");
   // None ends all forcing. force_plan.h lists the options.
   m.def("_force(str? options) -> ()");
   // "head_cols": the most columns of a head. "few_pixels": below so many, kernels of channels leave
@@ -174,6 +184,7 @@ STABLE_TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, CompositeExplicitAutograd, 
   m.impl("_plan", TORCH_BOX(&fused_layernorm::describe_plan));
   m.impl("_plan_groups", TORCH_BOX(&fused_layernorm::describe_group_plan));
   m.impl("_plan_gated", TORCH_BOX(&fused_layernorm::describe_gated_plan));
+  m.impl("_set_sm_margin", TORCH_BOX(&fused_layernorm::set_sm_margin));
   m.impl("_force", TORCH_BOX(&fused_layernorm::force_plan));
   m.impl("_limit", TORCH_BOX(&fused_layernorm::limit));
 }

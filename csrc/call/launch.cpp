@@ -7,6 +7,7 @@
 #include "backward/gate.h"
 #include "base/json.h"
 #include "call/prepare.h"
+#include "call/room.h"
 
 namespace fused_layernorm {
 namespace {
@@ -89,6 +90,10 @@ void launch_plan(const Params& params, const DataTypes& types, const Plan& plan,
 template <typename Params, typename Plan>
 void launch_plan(const Params& params, const DataTypes& types, const Planned<Plan>& planned,
                  cudaStream_t stream) {
+  // A capture refuses nothing, and the graph would hang.
+  if (planned.apart && !room_of(stream).has(launch_of(planned.plan))) {
+    return launch_plan(params, types, *planned.apart, stream);
+  }
   const cudaError_t error = enqueue(params, types, planned.plan, stream);
   if (is_refused(error) && planned.apart) {
     (void)cudaGetLastError();  // else the next check of PyTorch's would find it

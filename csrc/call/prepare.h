@@ -16,9 +16,9 @@
 
 namespace fused_layernorm {
 
-// A plan, and one whose blocks do not wait for each other. It is launched if the first is refused
-// because its blocks cannot all be resident at once: the caller may have only a part of the
-// device (a green context, a limit of MPS), which no attribute tells.
+// A plan, and one whose blocks do not wait for each other. It is launched if the first one's blocks
+// cannot all be resident at once: the caller may have only a part of the device (a green context, a
+// limit of MPS). Of some, the driver says so beforehand (room.h), others it refuses.
 template <typename Plan>
 struct Planned {
   Plan plan;

@@ -127,7 +127,7 @@ BackwardArguments cast_to(const DataTypes& types, BackwardArguments a, const Sha
 // groups. False if there are none, which only a gated sum may lack: it then takes two launches.
 bool launch_norm(const BackwardArguments& given, const Shape& shape, const DataTypes& types,
                  const Groups& groups, Tensor& dx, Outputs& out) {
-  const Device& device = device_of(given.x);
+  const Device device = device_of(given.x);
   const BackwardArguments as_they_lie = cast_to(types, given, shape);
   BackwardArguments a = as_they_lie;
   Tensor written = dx;

@@ -72,7 +72,7 @@ ForwardCall describe(const ForwardArguments& a, const Tensor& y, DataType rounde
 // Launches the kernel of a call whose types it takes.
 void launch_norm(ForwardArguments a, const Shape& shape, const DataTypes& types,
                  DataType rounded_to, ForwardResult& result) {
-  const Device& device = device_of(a.input);
+  const Device device = device_of(a.input);
   a.weight = prepare_parameter(a.weight, scalar_type(types.weight));
   a.bias = prepare_parameter(a.bias, scalar_type(types.weight));
   for (std::optional<Tensor>* modulation : {&a.shift, &a.scale, &a.gate}) {

@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "base/margin.h"
 #include "call/layout.h"
 
 // Weak: a torch without CUDA has no such function, and the library must load there too.
@@ -67,7 +68,7 @@ CurrentDevice::~CurrentDevice() {
   if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
 }
 
-const Device& device_of(int index) {
+Device device_of(int index) {
   constexpr int kMaxDevices = 64;
   static std::array<Device, kMaxDevices> devices;
   static std::array<std::once_flag, kMaxDevices> read;
@@ -89,7 +90,7 @@ const Device& device_of(int index) {
     check_cuda(cudaDriverGetVersion(&driver));
     devices[index].starts_early = devices[index].capability >= 90 && driver >= kLeastDriver;
   });
-  return devices[index];
+  return without_margin(devices[index]);
 }
 
 cudaStream_t current_stream(int device_index) {

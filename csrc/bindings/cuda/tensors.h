@@ -36,11 +36,10 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     DeviceGuardHandle guard_ = nullptr;
   };
 
-  // The properties of a device that a plan needs, queried once for each device.
-  const Device& device_of(int index);
-  inline const Device& device_of(const Tensor& tensor) {
-    return device_of(tensor.get_device_index());
-  }
+  // The properties of a device that a plan needs, queried once for each device, without the margin
+  // of multiprocessors that plans are to leave free.
+  Device device_of(int index);
+  inline Device device_of(const Tensor& tensor) { return device_of(tensor.get_device_index()); }
 
   // PyTorch's current stream of a device.
   cudaStream_t current_stream(int device_index);

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms that have a part of the multiprocessors: a margin left free, and green contexts."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+
+import fused_layernorm as fl
+from fused_layernorm import margin
+
+F32, BF16 = torch.float32, torch.bfloat16
+ops = torch.ops.fused_layernorm
+PLANS = [
+    lambda **device: ops._plan(64, 65536, F32, **device),
+    lambda **device: ops._plan(64, 65536, BF16, backward=True, **device),
+    lambda **device: ops._plan(4096, 4096, BF16, backward=True, **device),
+    lambda **device: ops._plan_groups(2, 512, 65536, 32, BF16, **device),
+    lambda **device: ops._plan_groups(2, 512, 65536, 32, BF16, backward=True, **device),
+    lambda **device: ops._plan_gated(4096, 4096, 1, BF16, backward=True, **device),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_plans_leave_a_margin(plan):
+    whole, smaller = plan(), plan(sms=100)
+    assert whole != smaller
+    with fl.sm_margin(32):
+        assert plan() == smaller
+        with fl.sm_margin(0):
+            assert plan() == whole
+        assert plan() == smaller
+    assert plan() == whole
+
+
+def current():
+    """The margin, by the blocks of a plan that has one for each multiprocessor."""
+    return 132 - json.loads(ops._plan(4096, 4096, BF16, backward=True))["blocks"]
+
+
+def test_a_margin_is_restored_behind_an_error():
+    with pytest.raises(ZeroDivisionError), fl.sm_margin(8):
+        current() / 0
+    assert current() == 0
+
+
+def test_of_threads_the_last_one_counts():
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with fl.sm_margin(16):
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other)
+    with fl.sm_margin(8):
+        thread.start()
+        entered.wait()
+        assert current() == 16  # of the whole process
+    assert current() == 16
+    leave.set()
+    thread.join()
+    assert current() == 0
+
+
+def test_margins_that_cannot_be():
+    for n, error, words in (
+        (-1, ValueError, "expected n of at least 0 multiprocessors, got -1"),
+        (1 << 20, ValueError, r"expected n of fewer than \d+ multiprocessors, got 1048576"),
+        (2.0, TypeError, "expected n to be an int, got float"),
+        (True, TypeError, "expected n to be an int, got bool"),
+    ):
+        with pytest.raises(error, match=words):
+            fl.sm_margin(n)
+    with fl.sm_margin(132), pytest.raises(ValueError, match="fewer multiprocessors than the 132"):
+        current()
+    assert current() == 0
+
+
+def run(script, *, timeout=120, **environment):
+    """What a script prints, which ends in time."""
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return ran.stdout.strip()
+
+
+def test_the_environment_sets_a_margin():
+    for given, words in (("-1", "'-1'"), ("many", "'many'"), ("65536", "'65536'")):
+        with pytest.raises(ValueError, match=f"{margin.VARIABLE} to be a number .* got {words}"):
+            margin._read(given)
+    script = """
+        import json, torch, fused_layernorm as fl
+        plan = lambda: json.loads(torch.ops.fused_layernorm._plan(
+            4096, 4096, torch.bfloat16, backward=True))["blocks"]
+        outside = plan()
+        with fl.sm_margin(2):
+            print(outside, plan(), end=" ")
+        print(plan())
+    """
+    assert run(script, **{margin.VARIABLE: "12"}) == "120 130 120"
+
+
+# ---- On the GPU.
+
+# Norms whose blocks wait for each other: rows, and groups that blocks or clusters share.
+NORMS = """
+import time, torch, fused_layernorm as fl
+torch.manual_seed(0)
+BF16 = torch.bfloat16
+def inputs(*shape, dtype=BF16):
+    return torch.randn(*shape, device="cuda", dtype=dtype).requires_grad_()
+def weights(n, dtype=BF16):
+    return inputs(n, dtype=dtype), inputs(n, dtype=dtype)
+x, wide, small = inputs(64, 65536, dtype=torch.float32), inputs(2, 512, 256, 256), \\
+    inputs(2, 512, 64, 64)
+of_x, of_wide, of_small = weights(65536, torch.float32), weights(512), weights(512)
+CASES = {
+    "rows": lambda: (fl.layer_norm(x, *of_x), x, *of_x),
+    "groups": lambda: (fl.group_norm(wide, 32, *of_wide, activation="silu"), wide, *of_wide),
+    "clusters": lambda: (fl.group_norm(small, 32, *of_small), small, *of_small),
+}
+def results(run):
+    y, *of = run()
+    return (y.detach(), *torch.autograd.grad(y, of, torch.ones_like(y)))
+"""
+
+
+@pytest.mark.gpu
+def test_results_with_a_margin():
+    """Right, and with one margin the same in every run."""
+    script = """
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        for name, run in CASES.items():
+            whole = results(run)
+            for n in (1, 20, sms - 32, sms - 1):
+                with fl.sm_margin(n):
+                    first, second = results(run), results(run)
+                for one, other, expected in zip(first, second, whole):
+                    assert torch.equal(one, other), (name, n)
+                    rtol = 2e-2 if one.dtype == BF16 else 1e-3
+                    torch.testing.assert_close(one, expected, rtol=rtol, atol=rtol)
+                assert all(map(torch.equal, whole, results(run))), name
+    """
+    run(NORMS + textwrap.dedent(script))
+
+
+# A kernel that holds n multiprocessors, a block on each, until it is released or gives up.
+HOLD = """
+SOURCE = '''
+extern "C" __global__ void hold(volatile int* flags, long long cycles) {
+  __shared__ volatile char all[48 * 1024];
+  if (threadIdx.x != 0) return;
+  all[0] = 1;
+  atomicAdd_system((int*)&flags[0], 1);
+  const long long begin = clock64();
+  while (flags[1] == 0) {
+    if (clock64() - begin > cycles) {
+      flags[2] = 1;
+      break;
+    }
+  }
+}
+extern "C" __global__ void release(volatile int* flags) { flags[1] = 1; }
+'''
+hold, release = (torch.cuda._compile_kernel(SOURCE, name) for name in ("hold", "release"))
+flags = torch.zeros(3, dtype=torch.int32).pin_memory()
+holder, ours = torch.cuda.Stream(), torch.cuda.Stream()
+def beside(n, run):
+    '''Seconds of a call beside the kernel, which waits for the call; whether it gave up.'''
+    flags.zero_()
+    hold(grid=(n, 1, 1), block=(32, 1, 1), args=(flags, 8_000_000_000), stream=holder)
+    begin = time.monotonic()
+    while flags[0] < n and time.monotonic() < begin + 2:
+        pass
+    assert flags[0] == n
+    with torch.cuda.stream(ours):
+        run()
+        release(grid=(1, 1, 1), block=(1, 1, 1), args=(flags,), stream=ours)
+    torch.cuda.synchronize()
+    return time.monotonic() - begin, bool(flags[2])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not hasattr(torch.cuda, "_compile_kernel"), reason="compiles no kernel")
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_a_kernel_that_waits_for_ours(captured):
+    """It holds as many multiprocessors as the margin has, and both end."""
+    script = """
+        beside(1, lambda: None)
+        torch.cuda.synchronize()
+        for name, case in CASES.items():
+            for n in (1, 20):
+                with fl.sm_margin(n), torch.cuda.stream(ours):
+                    results(case)
+                    call = lambda: results(case)
+                    if CAPTURED:
+                        graph = torch.cuda.CUDAGraph()
+                        torch.cuda.synchronize()
+                        with torch.cuda.graph(graph, stream=ours):
+                            results(case)
+                        call = graph.replay
+                        call()
+                torch.cuda.synchronize()
+                with fl.sm_margin(n):
+                    seconds, gave_up = beside(n, call)
+                assert seconds < 1 and not gave_up, (name, n, seconds)
+    """
+    text = textwrap.dedent(script).replace("CAPTURED", str(captured))
+    run(NORMS + HOLD + text)
+
+
+# A context of 16 multiprocessors, by the driver's interface.
+GREEN = """
+import ctypes
+driver = ctypes.CDLL("libcuda.so.1")
+def call(name, *args):
+    error = getattr(driver, name)(*args)
+    assert error == 0, (name, error)
+    return args
+def made(name, *args):
+    into = ctypes.c_void_p()
+    call(name, ctypes.byref(into), *args)
+    return into
+Resource = ctypes.c_ubyte * 256
+def part(sms):
+    whole, split, rest = Resource(), Resource(), Resource()
+    call("cuDeviceGetDevResource", 0, whole, 1)
+    call("cuDevSmResourceSplitByCount", split, ctypes.byref(ctypes.c_uint(1)), whole, rest, 0, sms)
+    return made("cuGreenCtxCreate", made("cuDevResourceGenerateDesc", split, 1), 0, 1)
+"""
+
+
+def has_green_contexts():
+    import ctypes
+
+    try:
+        return hasattr(ctypes.CDLL("libcuda.so.1"), "cuGreenCtxStreamCreate")
+    except OSError:
+        return False
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_green_contexts(), reason="a driver without green contexts")
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("place", ["context", "stream"])
+def test_a_part_of_the_device(place, captured):
+    """A green context that is current, or to which the stream belongs."""
+    script = """
+        # Backward on this thread, whose context it is.
+        torch.autograd.set_multithreading_enabled(False)
+        stream = torch.cuda.Stream()
+        expected = {name: results(run) for name, run in CASES.items()}
+        with torch.cuda.stream(stream):
+            for run in CASES.values():
+                results(run)
+        torch.cuda.synchronize()
+        green = part(16)
+        if PLACE == "stream":
+            stream = torch.cuda.ExternalStream(made("cuGreenCtxStreamCreate", green, 1, 0).value)
+        else:
+            call("cuCtxSetCurrent", made("cuCtxFromGreenCtx", green))
+        for name, run in CASES.items():
+            begin = time.monotonic()
+            if CAPTURED:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    found = results(run)
+                with torch.cuda.stream(stream):
+                    graph.replay()
+            else:
+                with torch.cuda.stream(stream):
+                    found = results(run)
+            torch.cuda.synchronize()
+            assert time.monotonic() < begin + 1, name
+            for one, other in zip(found, expected[name]):
+                rtol = 2e-2 if one.dtype == BF16 else 1e-3
+                torch.testing.assert_close(one, other, rtol=rtol, atol=rtol)
+    """
+    text = textwrap.dedent(script).replace("CAPTURED", str(captured)).replace("PLACE", repr(place))
+    run(NORMS + GREEN + text)
