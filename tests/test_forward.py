@@ -182,6 +182,7 @@ def test_every_strategy_with_odd_rows_of_memory(plans, strategy):
 def test_a_cuda_tensor_without_kernels_warns_once(monkeypatch):
     """In a build without nvcc the composite serves CUDA too. A stand-in with is_cuda suffices."""
     monkeypatch.setattr(composite, "_warned", False)
+    monkeypatch.setattr(composite, "_has_kernels", lambda: False)
     with pytest.warns(UserWarning, match="this build of fused_layernorm has no CUDA kernels"):
         composite._warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
     with warnings.catch_warnings():

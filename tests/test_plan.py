@@ -670,7 +670,7 @@ PARTS = "strategy, vecs, teams, bulk, stages, lag, blocks_per_row or long"
     ("options", "sentence"),
     [
         ("strategy=fast", "no strategy is called 'fast': expected warp, block, ring, stream, "
-         "few_rows, split, rows or group"),
+         "few_rows, split, rows, group or formula"),
         *((f"{word}=1", f"no part of a plan is called '{word}': expected {PARTS}")
           for word in ("threads", "few", "")),
         *((f"vecs={value}", f"{WHOLE.format('vecs', 16)}, got '{value}'")

@@ -10,10 +10,13 @@
 #include <vector>
 
 #include "backward/plan.h"
+#include "call/prepare.h"
 #include "forward/plan.h"
 
 namespace fused_layernorm {
 namespace {
+
+constexpr std::string_view kFormula = "formula";
 
 // The fields that can be forced beside the strategy, in the order of Field. No problem can have a
 // value outside of its field's range.
@@ -46,7 +49,7 @@ std::string list_of(const Items& items, const NameOf& name_of_item) {
   return list.str();
 }
 
-// The names of the strategies of both directions, each once.
+// What can be forced as a strategy: the names of both directions, each once.
 template <typename... Forward, typename... Backward>
 std::vector<std::string_view> names_of(const std::variant<Forward...>*,
                                        const std::variant<Backward...>*) {
@@ -54,6 +57,7 @@ std::vector<std::string_view> names_of(const std::variant<Forward...>*,
   for (const std::string_view name : {Forward::kName..., Backward::kName...}) {
     if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
   }
+  names.push_back(kFormula);
   return names;
 }
 
@@ -107,6 +111,10 @@ Forced parse(const std::string& options) {
 
 }  // namespace
 
-void force_plan(std::optional<std::string> options) { set_forced(parse(options.value_or(""))); }
+void force_plan(std::optional<std::string> options) {
+  const Forced forced = parse(options.value_or(""));
+  force_formula(forced.strategy == kFormula);
+  set_forced(forced);
+}
 
 }  // namespace fused_layernorm

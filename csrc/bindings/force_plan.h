@@ -10,7 +10,7 @@ namespace fused_layernorm {
 // Forces parts of every later plan, for tests and tuning; process-wide, until the next call.
 // `options` are words such as "strategy=split stages=3", each at most once:
 //   strategy        warp, block, stream; forward: ring; backward: few_rows,
-//                   split, group, rows
+//                   split, group, rows; formula: no kernel, of any family
 //   vecs            vectors of a row that a thread owns
 //   teams           backward: rows that a block works on at once
 //   bulk            backward: 1 or 0, whether rows come to shared memory by bulk copies

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -236,6 +237,33 @@ NormOptions read_options(Stack&& stack) {
     if (activation != "silu" && activation != "sigmoid") refuse(kGateActivationChoices, activation);
   }
   return options;
+}
+
+// The reverse: gives `put` the position and value of every option. A name is a std::string_view, or
+// an optional one.
+template <class Op, class Put>
+void write_options(const NormOptions& options, const Put& put) {
+  using Name = std::string_view;
+  const auto put_any = [&](size_t position, const auto& value) {
+    if (position != kAbsent) put(position, value);
+  };
+  put_any(Op::kNormalizedNdim, options.normalized_ndim);
+  put_any(Op::kNumGroups, options.num_groups);
+  put_any(Op::kGroupSize, options.group_size);
+  const bool activates = options.activation != Activation::kNone;
+  if constexpr (Op::kActivation != kAbsent) {
+    put_any(Op::kActivation,
+            activates ? std::optional<Name>(name_of(options.activation)) : std::nullopt);
+  }
+  put_any(Op::kOutputScale, options.output_scale);
+  put_any(Op::kEps, options.eps);
+  put_any(Op::kStatistic, Name(options.is_rms ? "rms" : "layer"));
+  put_any(Op::kWeightOffset, options.weight_offset);
+  put_any(Op::kKeepsOrder, options.keeps_order);
+  put_any(Op::kRoundBeforeWeight, options.round_before_weight);
+  put_any(Op::kGateFirst, options.gate_place == GatePlace::kFirst);
+  const bool is_silu = options.activation == Activation::kSilu;
+  put_any(Op::kGateActivation, Name(is_silu ? "silu" : "sigmoid"));
 }
 
 }  // namespace fused_layernorm

@@ -51,7 +51,7 @@ bool prepare_call(const NormCall& call, const RawTensor& x, const RawTensor& y, 
   }
   if (call.weight && call.bias && call.weight.type != call.bias.type) return false;
   into.types = {x.type, parameters, y.type};
-  check_has_kernels({x.type, parameters, x.type});
+  if (!has_kernels(x.type, parameters, x.type)) return false;
 
   PreparedGated prepared;
   GatedParams& params = prepared.params;

@@ -2,6 +2,7 @@
 // From the description of a call to a launch's parameters and plan; prepare.h has the contract.
 #include "call/prepare.h"
 
+#include <atomic>
 #include <cmath>
 
 #include "call/layout.h"
@@ -9,6 +10,8 @@
 
 namespace fused_layernorm {
 namespace {
+
+std::atomic<bool> formula_is_forced = false;
 
 // What both directions ask first. x's leading dimensions are rows, its others columns.
 struct Norm {
@@ -168,7 +171,11 @@ std::optional<backward::Channels> plan_channels(const BackwardCall& call, const 
 
 }  // namespace
 
+bool is_formula_forced() { return formula_is_forced.load(std::memory_order_relaxed); }
+void force_formula(bool forced) { formula_is_forced = forced; }
+
 bool prepare(const ForwardCall& call, const Device& device, PreparedForward& into) {
+  if (is_formula_forced()) return false;
   const NormOptions& options = call.options;
   if (options.num_groups != 0) return prepare_groups(call, device, into);
   if (options.gate_place != GatePlace::kInput) return prepare_gated(call, device, into);
@@ -191,7 +198,7 @@ bool prepare(const ForwardCall& call, const Device& device, PreparedForward& int
       !set_norm(params, call, *norm, x)) {
     return false;
   }
-  check_has_kernels(types.kernel);
+  if (!has_kernels(types.kernel)) return false;
   into.types = types.kernel;
   params.eps = Scalar(options.eps);
   params.plain_weight = options.weight_offset == 0.0 && params.xhat_rounding == XhatRounding::kNone;
@@ -224,6 +231,7 @@ bool prepare(const ForwardCall& call, const Device& device, PreparedForward& int
 }
 
 bool prepare(const BackwardCall& call, const Device& device, PreparedBackward& into) {
+  if (is_formula_forced()) return false;
   if (call.options.num_groups != 0) return prepare_groups(call, device, into);
   if (call.options.gate_place != GatePlace::kInput) return prepare_gated(call, device, into);
   const RawTensor& x = call.x;
@@ -244,7 +252,7 @@ bool prepare(const BackwardCall& call, const Device& device, PreparedBackward& i
       !set_norm(params, call, *norm, x)) {
     return false;
   }
-  check_has_kernels(types);
+  if (!has_kernels(types)) return false;
   into.types = types;
   params.mean = call.mean.data;
   params.rstd = call.rstd.data;

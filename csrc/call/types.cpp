@@ -24,12 +24,6 @@ DataTypes group_types(DataType x, DataType y) {
   return types;
 }
 
-void check_has_kernels(const DataTypes& types) {
-  if (has_kernels(types.x, types.weight, types.y)) return;
-  fail("this build is trimmed (FUSED_LAYERNORM_TRIMMED=1): it has no kernels for x of ",
-       name_of(types.x), ", weight of ", name_of(types.weight), " and y of ", name_of(types.y));
-}
-
 bool are_aligned(const DataTypes& types, int64_t cols) {
   return cols * std::min(size_of(types.x), size_of(types.y)) % kVectorBytes == 0;
 }

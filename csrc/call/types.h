@@ -28,8 +28,9 @@ DataTypes kernel_types(DataType x, std::optional<DataType> parameters, DataType 
 // for x of the same type alone.
 DataTypes group_types(DataType x, DataType y);
 
-// Throws in a trimmed build that has no kernels for them.
-void check_has_kernels(const DataTypes& types);
+inline bool has_kernels(const DataTypes& types) {
+  return has_kernels(types.x, types.weight, types.y);
+}
 
 // Whether contiguous rows of `cols` columns, of x and of y, begin at multiples of 16 bytes.
 bool are_aligned(const DataTypes& types, int64_t cols);

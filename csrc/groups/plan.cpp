@@ -180,7 +180,7 @@ std::optional<GroupPlan> make_group_plan(const GroupProblem& problem, const Devi
   plan.starts_early = device.starts_early;
   const bool planes = problem.layout == GroupLayout::kPlanes;
   if (problem.positions > kMostPositions || problem.channels > kMostPositions ||
-      problem.samples * problem.groups > kMostExtent) {
+      problem.samples * problem.groups > kMostExtent / 2) {
     return std::nullopt;
   }
   if (planes) {

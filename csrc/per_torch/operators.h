@@ -17,6 +17,8 @@
 #include <exception>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include "bindings/namespace.h"
@@ -85,23 +87,18 @@ template <class Op>
 Stack stack_of(const NormOptions& options) {
   static const IValue layer("layer"), rms("rms"), silu("silu"), sigmoid("sigmoid");
   Stack stack(Op::kArguments);
-  const auto put = [&](size_t position, IValue value) {
-    if (position != kAbsent) stack[position] = std::move(value);
-  };
-  put(Op::kNormalizedNdim, options.normalized_ndim);
-  put(Op::kNumGroups, options.num_groups);
-  put(Op::kGroupSize, options.group_size);
-  if (Op::kActivation != kAbsent && options.activation != Activation::kNone) {
-    stack[Op::kActivation] = std::string(name_of(options.activation));
-  }
-  put(Op::kOutputScale, options.output_scale);
-  put(Op::kEps, options.eps);
-  put(Op::kStatistic, options.is_rms ? rms : layer);
-  put(Op::kWeightOffset, options.weight_offset);
-  put(Op::kKeepsOrder, options.keeps_order);
-  put(Op::kRoundBeforeWeight, options.round_before_weight);
-  put(Op::kGateFirst, options.gate_place == GatePlace::kFirst);
-  put(Op::kGateActivation, options.activation == Activation::kSilu ? silu : sigmoid);
+  write_options<Op>(options, [&](size_t position, const auto& value) {
+    using Value = std::decay_t<decltype(value)>;
+    if constexpr (std::is_same_v<Value, std::optional<std::string_view>>) {
+      if (value) stack[position] = std::string(*value);
+    } else if constexpr (std::is_same_v<Value, std::string_view>) {
+      for (const IValue* name : {&layer, &rms, &silu, &sigmoid}) {
+        if (name->toStringRef() == value) stack[position] = *name;
+      }
+    } else {
+      stack[position] = value;
+    }
+  });
   return stack;
 }
 

@@ -10,6 +10,7 @@ vmap        the batch as one more leading dimension
 formulas    the same functions as differentiable expressions
 autograd    what derivatives are made of: the first order runs on the operators
 autocast    the dtypes that autocast gives
+fallback    the same formulas on CUDA, for calls that no kernel takes
 family      what families of operators have in common: derivatives, autocast, vmap, registration
 norms       the operators of norms over rows, as families
 heads       the operators of q and k by heads, normalized and rotated: all of the above in one file

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from . import autocast, fakes, load
+from . import autocast, fakes, fallback, load
 from .autograd import (
     Function,
     apply,
@@ -273,7 +273,7 @@ def implement(
     vmap: Callable[..., Any] | None,
 ) -> None:
     """Registers an operator's implementation for every device, one without data, and vmap."""
-    load.library.impl(operator._opname, implementation, "CompositeExplicitAutograd")
+    fallback.implement(operator, implementation)
     torch.library.register_fake(operator, without_data)
     if vmap is not None:
         torch.library.register_vmap(operator, vmap)

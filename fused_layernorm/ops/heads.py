@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import load
+from . import fallback, load
 from .autograd import (
     Function,
     apply,
@@ -168,7 +168,7 @@ torch.library.register_vmap(qk_norm_rope, _vmap)
 torch.library.register_vmap(
     qk_norm_rope_backward, functools.partial(one_by_one, qk_norm_rope_backward)
 )
-load.library.impl("qk_norm_rope", composite_forward, "CompositeExplicitAutograd")
-load.library.impl("qk_norm_rope_backward", composite_backward, "CompositeExplicitAutograd")
+fallback.implement(qk_norm_rope, composite_forward)
+fallback.implement(qk_norm_rope_backward, composite_backward)
 load.library.impl("qk_norm_rope", _autograd, "Autograd", with_keyset=True)
 load.library.impl("qk_norm_rope_backward", _autograd_backward, "Autograd", with_keyset=True)

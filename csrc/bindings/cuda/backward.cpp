@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "bindings/cuda/checks.h"
+#include "bindings/cuda/formula.h"
 #include "bindings/cuda/modulation.h"
 #include "bindings/cuda/ops.h"
 #include "call/types.h"
@@ -220,7 +221,7 @@ BackwardResult run_backward(const BackwardArguments& given) {
     out.allocate(a, shape, types, call);
     out.fill_with_zeros(a);
   } else if (a.needs.any() && !launch_norm(a, shape, types, groups, dx, out)) {
-    CHECK_ARGUMENT(is_gated, "no kernel takes this call");
+    if (!is_gated) throw NoKernel();
     return run_gate_apart(given);
   }
   BackwardResult result = out.result(a, dx);
@@ -266,8 +267,7 @@ std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& i
         gate_rows &&
         place_rows(raw(sum), shape.leading, params.dsum, params.dsum_rows, problem.aligned) &&
         place_rows(raw(rows), shape.leading, params.input, params.input_rows, problem.aligned);
-    CHECK_ARGUMENT(is_ready, "no kernel takes this gate");
-    check_has_kernels(types);
+    if (!is_ready || !has_kernels(types) || is_formula_forced()) throw NoKernel();
     params.gate = read->const_data_ptr();
     params.gate_rows = *gate_rows;
     params.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;

@@ -45,6 +45,17 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
       CHECK_ARGUMENT(false, choices, ", got '", name, "'");
     }
 
+    // Puts an argument that was read back into its place, if the operator has it.
+    template <typename T>
+    void put(uint64_t position, const T& value) {
+      if (position < arguments_) stack_[position] = torch::stable::detail::from(value);
+    }
+    // The same in the order of the schema, from a position on.
+    template <typename... T>
+    void put_all(uint64_t position, const T&... values) {
+      (put(position++, values), ...);
+    }
+
     // Ends the call. Null stands for a result that the operator does not have.
     template <size_t kResults>
     void give(const std::array<const Tensor*, kResults>& results) {

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "bindings/cuda/formula.h"
 #include "call/types.h"
 
 namespace fused_layernorm {
@@ -13,8 +14,7 @@ Shape::Shape(const Tensor& x, int64_t normalized_ndim) : leading(x.dim() - norma
                  normalized_ndim, " of ", x.dim(), " dimensions");
   const auto sizes = x.sizes();
   for (int64_t d = 0; d < x.dim(); ++d) (d < leading ? rows : cols) *= sizes[d];
-  CHECK_ARGUMENT(rows <= kMostExtent && cols <= kMostExtent, "expected at most ", kMostExtent,
-                 " rows and columns, got ", rows, " rows of ", cols);
+  if (rows > kMostExtent || cols > kMostExtent) throw NoKernel();
 }
 
 void check_numbers(const NormOptions& options, bool has_weight) {

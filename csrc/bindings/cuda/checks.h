@@ -16,7 +16,7 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     int64_t rows = 1, cols = 1;
     int64_t leading;  // the number of leading dimensions
 
-    // Throws if x has no such dimensions, or more rows or columns than kernels can count.
+    // Throws if x has no such dimensions; NoKernel, if more rows or columns than kernels count.
     Shape(const Tensor& x, int64_t normalized_ndim);
     bool empty() const { return rows == 0 || cols == 0; }
   };

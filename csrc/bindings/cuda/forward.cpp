@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/cuda/checks.h"
+#include "bindings/cuda/formula.h"
 #include "bindings/cuda/modulation.h"
 #include "bindings/cuda/ops.h"
 #include "call/types.h"
@@ -86,7 +87,7 @@ void launch_norm(ForwardArguments a, const Shape& shape, const DataTypes& types,
     a.residual = with_rows(a.residual, shape.leading);
     if (!y.is_contiguous()) y = empty_like(y, y.scalar_type());
     call = describe(a, y, rounded_to, result);
-    CHECK_ARGUMENT(prepare(call, device, prepared), "no kernel takes this call");
+    if (!prepare(call, device, prepared)) throw NoKernel();
   }
   const Workspace workspace(a.input, prepared.workspace_bytes());
   launch(prepared, call, workspace.data(), current_stream(a.input));
@@ -100,8 +101,7 @@ ForwardResult run_rounding(const ForwardArguments& a) {
   for (auto* each : {&norm.residual, &norm.shift, &norm.scale, &norm.gate}) each->reset();
   norm.out_dtype = ScalarType::Float;
   if (a.residual) norm.input = add(a.input, a.gate, *a.residual, ScalarType::Float);
-  CHECK_ARGUMENT(norm.input.scalar_type() == a.input.scalar_type(),
-                 "round_before_weight beside a gate needs a residual of input's dtype");
+  if (norm.input.scalar_type() != a.input.scalar_type()) throw NoKernel();
   ForwardResult result = run_forward(norm);
   if (a.residual) result.residual_out = norm.input;
   Tensor y = scaled(result.y, a.scale, ScalarType::Float);

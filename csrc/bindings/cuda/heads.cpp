@@ -9,6 +9,7 @@
 #include <string>
 
 #include "bindings/cuda/call.h"
+#include "bindings/cuda/formula.h"
 #include "bindings/cuda/ops.h"
 #include "bindings/driver.h"
 #include "call/layout.h"
@@ -117,8 +118,15 @@ struct Heads {
          << cols() << " columns of " << name_of(data_type(type()));
     return text.str();
   }
-  void check_is_ready(bool is_ready) const {
-    CHECK_ARGUMENT(is_ready, "no kernel takes ", words());
+  // Puts the arguments back into their places.
+  void put_back(Call& call, bool is_backward) const {
+    call.put_all(is_backward ? 2 : 0, q, k, weight[0], weight[1], bias[0], bias[1], cos, sin,
+                 rotary_dim, seq_dim, eps, statistic, weight_offset);
+    if (is_backward) {
+      call.put_all(15, interleaved, !inverse);
+    } else {
+      call.put_all(13, round_before_weight, interleaved, inverse);
+    }
   }
   void check_launch(cudaError_t error, const char* direction) const {
     if (error == cudaSuccess) return;
@@ -199,8 +207,7 @@ void check(const Heads& a) {
       fits = fits && x.sizes()[d] == a.q.sizes()[d];
     }
     CHECK_ARGUMENT(fits, "q and k may differ in their heads only");
-    CHECK_ARGUMENT(a.positions() <= kMostExtent && x.sizes()[3 - a.seq_dim] <= kMostExtent,
-                   "expected at most ", kMostExtent, " positions and heads");
+    if (a.positions() > kMostExtent || x.sizes()[3 - a.seq_dim] > kMostExtent) throw NoKernel();
   }
   check_angles(a, a.cos, "cos");
   check_angles(a, a.sin, "sin");
@@ -209,24 +216,23 @@ void check(const Heads& a) {
 void qk_norm_rope(StableIValue* stack, uint64_t arguments, uint64_t results) {
   Call call(stack, arguments, results);
   Heads a(call, false);
-  check(a);
-  const CurrentDevice guard(a.q);
-  a.describe();
-  const Tensor q_out = a.result(0), k_out = a.result(1);
-  if (a.has_work()) {
-    const auto plan = forward::make_heads_plan(a.params);
-    a.check_is_ready(plan.has_value());
-    a.check_launch(launch_heads_forward(a.params, *plan, current_stream(a.q)), "forward");
-  }
-  call.give(std::array{&q_out, &k_out});
+  const auto by_kernel = [&] {
+    check(a);
+    const CurrentDevice guard(a.q);
+    a.describe();
+    const Tensor q_out = a.result(0), k_out = a.result(1);
+    if (a.has_work()) {
+      const auto plan = forward::make_heads_plan(a.params);
+      if (!plan || is_formula_forced()) throw NoKernel();
+      a.check_launch(launch_heads_forward(a.params, *plan, current_stream(a.q)), "forward");
+    }
+    call.give(std::array{&q_out, &k_out});
+  };
+  run_or_formula("qk_norm_rope", stack, by_kernel, [&] { a.put_back(call, false); });
 }
 
-void qk_norm_rope_backward(StableIValue* stack, uint64_t arguments, uint64_t results) {
-  Call call(stack, arguments, results);
-  const Optional dy[2] = {call.at<Tensor>(0), call.at<Optional>(1)};
-  Heads a(call, true);
-  bool needs_dweight = false, needs_dbias = false;
-  call.read(needs_dweight, needs_dbias);
+void run_backward(Heads& a, const Optional (&dy)[2], bool needs_dweight, bool needs_dbias,
+                  Call& call) {
   const Tensor& q = a.q;
   check(a);
   CHECK_ARGUMENT(a.statistic, "a rotation alone is its own backward, with inverse");
@@ -252,12 +258,28 @@ void qk_norm_rope_backward(StableIValue* stack, uint64_t arguments, uint64_t res
   }
   if (a.has_work()) {
     const auto plan = backward::make_heads_plan(a.params, device_of(q));
-    a.check_is_ready(plan.has_value());
+    if (!plan || is_formula_forced()) throw NoKernel();
     const Workspace workspace(q, plan->workspace_bytes);
     a.params.workspace = workspace.data();
     a.check_launch(launch_heads_backward(a.params, *plan, current_stream(q)), "backward");
   }
   call.give<6>({&*dx[0], &*dx[1], &*dweight[0], &*dweight[1], &*dbias[0], &*dbias[1]});
+}
+
+void qk_norm_rope_backward(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  Call call(stack, arguments, results);
+  const Optional dy[2] = {call.at<Tensor>(0), call.at<Optional>(1)};
+  Heads a(call, true);
+  bool needs_dweight = false, needs_dbias = false;
+  call.read(needs_dweight, needs_dbias);
+  run_or_formula(
+      "qk_norm_rope_backward", stack,
+      [&] { run_backward(a, dy, needs_dweight, needs_dbias, call); },
+      [&] {
+        call.put_all(0, *dy[0], dy[1]);
+        a.put_back(call, true);
+        call.put_all(17, needs_dweight, needs_dbias);
+      });
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/cuda/formula.h"
 #include "bindings/cuda/tensors.h"
 #include "call/arguments.h"
 #include "call/prepare.h"
@@ -80,11 +81,11 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   Tensor new_gradient(bool needed, const std::optional<Tensor>& parameter, ScalarType type,
                       const Tensor& x, bool is_empty, void*& data);
 
-  // Plans and launches a norm that is described, on x's device; throws if no kernel takes it.
+  // Plans and launches a norm that is described, on x's device; throws NoKernel if none takes it.
   template <typename Prepared, typename NormOf>
   void prepare_and_launch(const NormOf& call, const Tensor& x) {
     Prepared prepared;
-    CHECK_ARGUMENT(prepare(call, device_of(x), prepared), "no kernel takes this call");
+    if (!prepare(call, device_of(x), prepared)) throw NoKernel();
     const Workspace workspace(x, prepared.workspace_bytes());
     launch(prepared, call, workspace.data(), current_stream(x));
   }

@@ -6,9 +6,11 @@
 #include <array>
 #include <iterator>
 #include <limits>
+#include <string>
 #include <type_traits>
 
 #include "bindings/cuda/call.h"
+#include "bindings/cuda/formula.h"
 #include "bindings/cuda/ops.h"
 #include "bindings/driver.h"
 #include "call/arguments.h"
@@ -40,6 +42,30 @@ void read_norm(Call& call, NormArguments& into) {
   into.options = read_options<Op>(call);
 }
 
+// The reverse of read_norm.
+template <class Op>
+void put_norm(Call& call, const NormArguments& a) {
+  call.put(Op::kWeight, a.weight);
+  call.put(Op::kBias, a.bias);
+  call.put(Op::kShift, a.shift);
+  call.put(Op::kScale, a.scale);
+  if constexpr (Op::kGateIsOptional) {
+    call.put(Op::kGate, a.gate);
+  } else if constexpr (Op::kHasGate) {
+    call.put(Op::kGate, *a.gate);
+  }
+  write_options<Op>(a.options, [&](size_t position, const auto& value) {
+    using Value = std::decay_t<decltype(value)>;
+    if constexpr (std::is_same_v<Value, std::string_view>) {
+      call.put(position, std::string(value));
+    } else if constexpr (std::is_same_v<Value, std::optional<std::string_view>>) {
+      call.put(position, value ? std::optional(std::string(*value)) : std::nullopt);
+    } else {
+      call.put(position, value);
+    }
+  });
+}
+
 template <class Op, typename Given>
 auto run(const Given& a) {
   if constexpr (Op::kHasGroups) {
@@ -63,9 +89,18 @@ void forward_operator(StableIValue* stack, uint64_t arguments, uint64_t results)
   a.out_dtype = call.at<std::optional<ScalarType>>(Op::kOutDtype);
   read_norm<Op>(call, a);
   a.needs_statistics = kGivesStatistics;
-  const ForwardResult result = run<Op>(a);
-  call.give(std::array{&result.y, address_of(result.residual_out), address_of(result.mean),
-                       address_of(result.rstd)});
+  static const std::string name = kGivesStatistics ? name_with_statistics<Op>() : Op::kName;
+  const auto by_kernel = [&] {
+    const ForwardResult result = run<Op>(a);
+    call.give(std::array{&result.y, address_of(result.residual_out), address_of(result.mean),
+                         address_of(result.rstd)});
+  };
+  run_or_formula(name, stack, by_kernel, [&] {
+    put_norm<Op>(call, a);
+    call.put(Op::kInput, a.input);
+    if constexpr (Op::kHasResidual) call.put(Op::kResidual, *a.residual);
+    call.put(Op::kOutDtype, a.out_dtype);
+  });
 }
 
 template <class Op>
@@ -81,13 +116,39 @@ void backward_operator(StableIValue* stack, uint64_t arguments, uint64_t results
   for (const auto& flag : kGradientFlags<Op, MaybeTensor>) {
     if (flag.position != kAbsent) a.needs.*flag.needed = call.flag(flag.position);
   }
-  const BackwardResult gradients = run<Op>(a);
-  std::array<const Tensor*, std::size(kGradientFlags<Op, MaybeTensor>)> given = {};
-  for (size_t i = 0; i < given.size(); ++i) {
-    const auto& flag = kGradientFlags<Op, MaybeTensor>[i];
-    if (flag.position != kAbsent) given[i] = address_of(gradients.*flag.gradient);
-  }
-  call.give(given);
+  const auto by_kernel = [&] {
+    const BackwardResult gradients = run<Op>(a);
+    std::array<const Tensor*, std::size(kGradientFlags<Op, MaybeTensor>)> given = {};
+    for (size_t i = 0; i < given.size(); ++i) {
+      const auto& flag = kGradientFlags<Op, MaybeTensor>[i];
+      if (flag.position != kAbsent) given[i] = address_of(gradients.*flag.gradient);
+    }
+    call.give(given);
+  };
+  run_or_formula(Op::kName, stack, by_kernel, [&] {
+    put_norm<Op>(call, a);
+    call.put_all(Op::kDy, a.dy, a.x);
+    call.put(Op::kRstd, a.rstd);
+    if constexpr (Op::kMean != kAbsent) call.put(Op::kMean, *a.mean);
+    if constexpr (Op::kGatesSum) call.put(Op::kInput, *a.input);
+    call.put(Op::kDresidual, a.dresidual);
+    for (const auto& flag : kGradientFlags<Op, MaybeTensor>) {
+      if (flag.position != kAbsent) call.put(flag.position, a.needs.*flag.needed);
+    }
+  });
+}
+
+void gate_backward(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  Call call(stack, arguments, results);
+  const Tensor dsum = call.at<Tensor>(0), input = call.at<Tensor>(1), gate = call.at<Tensor>(2);
+  bool needs_dinput = false, needs_dgate = false;
+  call.read(needs_dinput, needs_dgate);
+  const auto by_kernel = [&] {
+    const auto [dinput, dgate] = run_gate_backward(dsum, input, gate, needs_dinput, needs_dgate);
+    call.give(std::array{&dinput, &dgate});
+  };
+  run_or_formula(schemas::GateBackward::kName, stack, by_kernel,
+                 [&] { call.put_all(0, dsum, input, gate, needs_dinput, needs_dgate); });
 }
 
 }  // namespace
@@ -131,7 +192,7 @@ void register_cuda_kernels(torch::stable::detail::StableLibrary& library) {
   });
   BackwardOperators::each(
       [&](auto op) { library.impl(op.kName, &backward_operator<decltype(op)>); });
-  library.impl(schemas::GateBackward::kName, TORCH_BOX(&run_gate_backward));
+  library.impl(schemas::GateBackward::kName, &gate_backward);
   register_head_kernels(library);
 }
 
