@@ -246,8 +246,6 @@ KERNELS = [
     (of((1, 64, 512, 512), 1, (BF16, None), activation="silu"), "tiles", "tiles"),
     (of((3, 64, 101, 103), 8, (BF16, None), activation="silu"), "held", "tiles"),
     (of((3, 64, 131, 133), 8, (BF16, None), activation="silu"), "tiles", "tiles"),
-    (of((2, 64, 64, 64), 4, (F64, None), activation="gelu"), "tiles", "tiles"),
-    (of((2, 6, 30, 33), 3, (F64, None)), "held", "held"),
     (of((1, 8, 16, 64, 64), 8, (F32, None), activation="leaky_relu"), "split", "tiles"),
     (of((2, 32, 64, 64), 32, (F16, F32), out_dtype=F32, activation="leaky_relu"), "held", "held"),
     (of((2, 33, 57, 59), 11, (F32, None), out_dtype=BF16, activation="relu"), "held", "held"),
@@ -256,7 +254,7 @@ KERNELS = [
       for n, channels, side, modulation in ((2, 320, 64, "none"), (1, 1280, 32, "both"),
                                             (3, 128, 100, "none"), (2, 2560, 16, "scale"),
                                             (1, 4160, 9, "none"))
-      for dtypes in ((BF16, None), (F32, None), (F16, F32), (F64, None))),
+      for dtypes in ((BF16, None), (F32, None), (F16, F32))),
     (of((3, 75, 33, 31), 5, (BF16, None), layout="channels_last"), "tiles", "tiles"),
     (of((3, 64, 33, 31), 8, (BF16, None), layout="misaligned channels_last"), "tiles", "tiles"),
     (of((3, 64, 56, 56), 8, (BF16, None), layout="misaligned"), "held", "held"),
