@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
     };
     const auto totals = [&](int64_t group, const uint64_t* slots, Pair<float> part) -> float4 {
       if (plan.blocks_per_group > 1) {
-        const SetSlots parts(slots, plan.blocks_per_group, own.lane);
+        const SetSlots parts(slots, plan.blocks_per_group);
         const float about = __shfl_sync(kFullWarp, parts.values[0].first, 0);
         float sum = 0, m2 = 0;
 #pragma unroll
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
     Pair<float> statistics;  // of the group whose parts are collected
     const auto totals = [&](int64_t, const uint64_t* slots, Pair<float> part) -> float4 {
       if (plan.blocks_per_group > 1) {
-        const SetSlots parts(slots, plan.blocks_per_group, own.lane);
+        const SetSlots parts(slots, plan.blocks_per_group);
         part = parts.values[0];
 #pragma unroll
         for (int i = 1; i < kSlotsPerLane; ++i) part += parts.values[i];
