@@ -10,7 +10,7 @@
 #include "backward/persistent.cuh"
 #include "backward/split.h"
 #include "base/launch.cuh"
-#include "device/dependency.cuh"
+#include "device/pdl.cuh"
 #include "forward/block.h"
 #include "forward/row.cuh"
 

@@ -3,7 +3,7 @@
 // order: dweight and dbias of all rows; dscale, dshift and dgate of groups of rows.
 #include "base/launch.cuh"
 #include "base/partial_sums.h"
-#include "device/dependency.cuh"
+#include "device/pdl.cuh"
 #include "device/reduce.cuh"
 #include "norm/param_grad.cuh"
 

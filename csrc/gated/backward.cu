@@ -10,7 +10,7 @@
 // dweight is the sum of dz xhat. Blocks are persistent and leave partial sums in the workspace,
 // [sets][columns], which a second kernel adds up; a block that has all rows writes dweight itself.
 #include "device/async.cuh"
-#include "device/dependency.cuh"
+#include "device/pdl.cuh"
 #include "gated/row.cuh"
 #include "norm/param_grad.cuh"
 

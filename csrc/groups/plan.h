@@ -9,7 +9,7 @@
 //
 //   planes         each channel is a run of memory. A tile has some channels of a group, or a piece
 //                  of one (planes.cu).
-//   channels_last  a tile has all channels of some positions (last.cu).
+//   channels_last  a tile has all channels of some positions (channels_last.cu).
 //
 // How a sample is cut depends on its channels, its positions, the types and the alignment, never on
 // the number of samples, so its bits do not depend on its batch.

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "device/share.cuh"
-#include "groups/tiles.cuh"
+#include "groups/arithmetic.cuh"
 
 namespace fused_layernorm {
 

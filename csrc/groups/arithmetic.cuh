@@ -3,7 +3,7 @@
 // and how parts are combined.
 #pragma once
 
-#include "device/dependency.cuh"
+#include "device/pdl.cuh"
 #include "groups/plan.h"
 #include "norm/activation.cuh"
 #include "norm/statistic.cuh"
