@@ -6,7 +6,7 @@
 #include "backward/group.h"
 #include "backward/persistent.cuh"
 #include "base/launch.cuh"
-#include "device/dependency.cuh"
+#include "device/pdl.cuh"
 
 namespace fused_layernorm {
 namespace {

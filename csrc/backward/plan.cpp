@@ -4,10 +4,11 @@
 
 namespace fused_layernorm {
 
-backward::Plan make_backward_plan(const Problem& problem, const Device& device) {
+std::optional<backward::Plan> make_backward_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
-  if (const auto plan = first_plan<backward::Plan>(problem, device, forced)) return *plan;
-  refuse(forced, problem, true);
+  const auto plan = first_plan<backward::Plan>(problem, device, forced);
+  if (!plan && !forced.words.empty()) refuse(forced, problem, true);
+  return plan;
 }
 
 std::optional<backward::Plan> make_gated_plan(const Problem& problem, const Device& device) {

@@ -8,8 +8,8 @@
 #include "backward/persistent.cuh"
 #include "backward/split.h"
 #include "base/launch.cuh"
-#include "device/dependency.cuh"
 #include "device/meeting.cuh"
+#include "device/pdl.cuh"
 
 namespace fused_layernorm {
 namespace {

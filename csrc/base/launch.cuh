@@ -88,7 +88,7 @@ enum class Start {
   kPlain,
   kCooperative,  // all blocks are resident at once
   kCluster,      // the blocks of each cluster are resident at once
-  kEarly,        // before the previous kernel has ended; the new one waits (device/dependency.cuh)
+  kEarly,        // before the previous kernel has ended; the new one waits (device/pdl.cuh)
 };
 
 template <Start kStart = Start::kPlain, typename... Params, typename... Args>
@@ -130,7 +130,7 @@ cudaError_t launch_meeting(void (*kernel)(Params...), const Plan& plan, cudaStre
                       : launch(kernel, plan, stream, args...);
 }
 
-// Launches a kernel that itself waits for the previous kernel (device/dependency.cuh): early, if it
+// Launches a kernel that itself waits for the previous kernel (device/pdl.cuh): early, if it
 // `may` (the plan's starts_early).
 template <typename... Params, typename... Args>
 cudaError_t launch_early(bool may, void (*kernel)(Params...), const Launch& plan,

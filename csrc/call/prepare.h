@@ -50,8 +50,6 @@ using PreparedForward = Prepared<ForwardParams, Planned<forward::Plan>, forward:
                                  PreparedGroups, PreparedGated>;
 using PreparedBackward = Prepared<BackwardParams, Planned<backward::Plan>, backward::Channels,
                                   PreparedGroups, PreparedGated>;
-// The gradients of the gated sum residual + gate * input, by themselves.
-using PreparedGate = Prepared<GateParams, backward::Gate>;
 
 // Whether no call of any family is prepared, so that the operators' formulas serve: for tests
 // (bindings/force_plan.h).
@@ -77,6 +75,5 @@ void launch(PreparedForward& prepared, const ForwardCall& call, void* workspace,
             cudaStream_t stream);
 void launch(PreparedBackward& prepared, const BackwardCall& call, void* workspace,
             cudaStream_t stream);
-void launch(PreparedGate& prepared, void* workspace, cudaStream_t stream);
 
 }  // namespace fused_layernorm

@@ -4,7 +4,7 @@
 
 #include "channels/backward.h"
 #include "channels/tiles.cuh"
-#include "device/dependency.cuh"
+#include "device/pdl.cuh"
 #include "norm/param_grad.cuh"
 
 namespace fused_layernorm {

@@ -32,7 +32,9 @@ __device__ __forceinline__ void meet_when_collected(int threads) {
 }
 
 // The `count` slots of a row, read by one warp, which waits until all of them are written. A lane
-// has the slots lane, lane + 32, ...; for a slot that does not exist its pair is zero.
+// has the slots lane, lane + 32, ...; for a slot that does not exist its pair is zero. kNaps: polls
+// in quick succession would hold up the stores that they wait for.
+template <bool kNaps = true>
 struct CollectedSlots {
   Pair<float> values[kSlotsPerLane];
 
@@ -41,8 +43,7 @@ struct CollectedSlots {
     uint64_t bits[kSlotsPerLane];
     bool missing = false;
     do {
-      // Polls in quick succession would hold up the stores that they wait for.
-      if (missing) __nanosleep(100);
+      if (kNaps && missing) __nanosleep(100);
       missing = false;
 #pragma unroll
       for (int i = 0; i < kSlotsPerLane; ++i) {

@@ -4,10 +4,11 @@
 
 namespace fused_layernorm {
 
-forward::Plan make_forward_plan(const Problem& problem, const Device& device) {
+std::optional<forward::Plan> make_forward_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
-  if (const auto plan = first_plan<forward::Plan>(problem, device, forced)) return *plan;
-  refuse(forced, problem, false);
+  const auto plan = first_plan<forward::Plan>(problem, device, forced);
+  if (!plan && !forced.words.empty()) refuse(forced, problem, false);
+  return plan;
 }
 
 }  // namespace fused_layernorm

@@ -136,25 +136,20 @@ struct WeightVector {
   }
 };
 
-// Calls held(X{}, gate_first, vecs) or looped(X{}, gate_first), as the plan says.
-template <typename Held, typename Looped>
+// Calls then(X{}, gate_first, vecs), as the plan says.
+template <typename Then>
 cudaError_t dispatch_gated(const GatedParams& params, DataType x, const GatedPlan& plan,
-                           const Held& held, const Looped& looped) {
+                           const Then& then) {
   const auto with_type = [&](auto type) {
     return dispatch_bool(params.gate_first, [&](auto first) {
-      if (!plan.held) return looped(type, first);
-      if constexpr (sizeof(type) <= sizeof(float)) {
-        return dispatch_vecs(GatedVecs{}, plan.vecs,
-                             [&](auto vecs) { return held(type, first, vecs); });
-      }
-      return cudaErrorInvalidValue;
+      return dispatch_vecs(GatedVecs{}, plan.vecs,
+                           [&](auto vecs) { return then(type, first, vecs); });
     });
   };
   if (x == DataType::kFloat32) return with_type(float{});
   if (x == DataType::kBFloat16) return with_type(__nv_bfloat16{});
 #ifndef FUSED_LAYERNORM_TRIMMED
   if (x == DataType::kFloat16) return with_type(__half{});
-  if (x == DataType::kFloat64) return with_type(double{});
 #endif
   return cudaErrorInvalidValue;
 }

@@ -9,7 +9,7 @@
 //
 //   planes         each channel is a run of memory. A tile has some channels of a group, or a piece
 //                  of one (planes.cu).
-//   channels_last  a tile has all channels of some positions (last.cu).
+//   channels_last  a tile has all channels of some positions (channels_last.cu).
 //
 // How a sample is cut depends on its channels, its positions, the types and the alignment, never on
 // the number of samples, so its bits do not depend on its batch.
@@ -39,7 +39,7 @@ struct GroupProblem {
 
 // Whether there are kernels for these types, of x, and of y or dy.
 constexpr bool groups_have_kernels(DataType x, DataType y) {
-  return y == x || (is_half(x) && y == DataType::kFloat32);
+  return x != DataType::kFloat64 && (y == x || (is_half(x) && y == DataType::kFloat32));
 }
 
 // Division of a number below 2^31 by one that a launch has (Granlund and Montgomery, 1994).

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
     };
     const auto totals = [&](int64_t group, const uint64_t* slots, Pair<float> part) -> float4 {
       if (plan.blocks_per_group > 1) {
-        const SetSlots parts(slots, plan.blocks_per_group, own.lane);
+        const SetSlots parts(slots, plan.blocks_per_group);
         const float about = __shfl_sync(kFullWarp, parts.values[0].first, 0);
         float sum = 0, m2 = 0;
 #pragma unroll
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
         const float factor = applied.map.factor * state.totals[at.kept].y;
         const X* const from = ring + at.slot * kSlot;
         Y* const y = static_cast<Y*>(p.y) + at.group * own.group_elements + segment.begin * kWidth;
-        with_activation<kActivationLoops<X, kWidth>>(p, [&](auto activation) {
+        with_activation<kActivationLoops<kWidth>>(p, [&](auto activation) {
           constexpr Compiled kActivation = decltype(activation)::value;
           each_vector<kActivation == Compiled::kAny ? 1 : kVecs>(
               segment.vectors, own.lane, [&](int v) {
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
     Pair<float> statistics;  // of the group whose parts are collected
     const auto totals = [&](int64_t, const uint64_t* slots, Pair<float> part) -> float4 {
       if (plan.blocks_per_group > 1) {
-        const SetSlots parts(slots, plan.blocks_per_group, own.lane);
+        const SetSlots parts(slots, plan.blocks_per_group);
         part = parts.values[0];
 #pragma unroll
         for (int i = 1; i < kSlotsPerLane; ++i) part += parts.values[i];
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
                         const ChannelSlope<float>& of, const auto& use) {
     const X* const x = xs + at.slot * kSlot;
     const Y* const dy = dys + at.slot * kSlot;
-    with_activation<kActivationLoops<X, kWidth>>(p, [&](auto activation) {
+    with_activation<kActivationLoops<kWidth>>(p, [&](auto activation) {
       constexpr bool kIsAny = decltype(activation)::value == Compiled::kAny;
       each_vector<kIsAny ? 1 : kVecs>(vectors, own.lane, [&](int v) {
         use(v, GroupGradients<float, kWidth>(p, load<Use::kPlain, kWidth>(x + v * kWidth),
@@ -277,8 +277,7 @@ cudaError_t launch_split_groups(const GroupParams& params, const GroupTypes& typ
   return dispatch_group_types(types, plan.width, [&](auto x, auto y, auto width) -> cudaError_t {
     using X = decltype(x);
     using Y = decltype(y);
-    if constexpr (std::is_same_v<X, double> ||
-                  width() < vector_width(static_cast<int>(sizeof(X)))) {
+    if constexpr (width() < vector_width(static_cast<int>(sizeof(X)))) {
       return cudaErrorInvalidValue;
     } else {
       const auto kernel =

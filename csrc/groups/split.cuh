@@ -134,35 +134,8 @@ struct SplitMeeting {
   }
 };
 
-// The slots of a set that a lane has: lane, lane + 32, ... A slot that does not exist is zero.
-struct SetSlots {
-  Pair<float> values[kSlotsPerLane];
-
-  __device__ __forceinline__ SetSlots(const uint64_t* slots, int count, int lane) {
-    uint64_t bits[kSlotsPerLane];
-    bool missing;
-    do {
-      missing = false;
-#pragma unroll
-      for (int i = 0; i < kSlotsPerLane; ++i) {
-        bits[i] = 0;
-        if (lane + i * kWarpSize < count) {
-          asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
-                       : "=l"(bits[i])
-                       : "l"(slots + lane + i * kWarpSize)
-                       : "memory");
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kSlotsPerLane; ++i) missing |= bits[i] == kEmptySlot;
-    } while (__any_sync(kFullWarp, missing));
-#pragma unroll
-    for (int i = 0; i < kSlotsPerLane; ++i) {
-      values[i] = {__uint_as_float(static_cast<uint32_t>(bits[i])),
-                   __uint_as_float(static_cast<uint32_t>(bits[i] >> 32))};
-    }
-  }
-};
+// The slots of a set.
+using SetSlots = CollectedSlots<false>;
 
 // The collector: for each group combines the parts of the block's warps, exchanges them, and leaves
 // the totals. enter(group) is called in front, block_part(kept) gives the part of this block,

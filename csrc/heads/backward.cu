@@ -3,7 +3,7 @@
 #include "heads/backward.h"
 
 #include "base/launch.cuh"
-#include "device/dependency.cuh"
+#include "device/pdl.cuh"
 #include "heads/rotation.cuh"
 #include "norm/param_grad.cuh"
 
