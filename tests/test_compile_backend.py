@@ -22,7 +22,7 @@ import fused_layernorm
 from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm
 from fused_layernorm.compile import backend as ways
 from fused_layernorm.compile import choice, graph_pass, rules
-from fused_layernorm.compile.rules import Choice, Columns, Fusion, Problem, choose
+from fused_layernorm.compile.rules import Choice, Fusion, Problem, choose
 from fused_layernorm.ops.aten_forward import VARIANTS
 from fused_layernorm.ops.operators import ADD_ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
 
@@ -370,80 +370,16 @@ def test_channels_of_images_are_left_to_inductor(device, channels_last):
     assert [row.operator for row in rows] == 3 * ["layer_norm"]
 
 
-@pytest.mark.parametrize(
-    ("view", "left"),
-    [
-        (lambda x: x.transpose(0, 1), False),
-        (lambda x: x.permute(1, 0, 2), False),
-        (lambda x: x.transpose(1, 2), True),
-        (lambda x: x.permute((0, 2, 1)), True),
-        (lambda x: x.transpose(0, 1).flatten(0, 1), True),
-    ],
-)
-def test_permutations_of_what_is_normalized(view, left):
-    """Only in a graph with a convolution may Inductor lay them out otherwise."""
-    x, w = torch.randn(4, 96, 96), torch.randn(96, 96, 1)
-    (row,) = fused_layernorm.explain(lambda x: F.layer_norm(view(F.conv1d(x, w)), (96,)), x).rows
-    assert row.operator == ("aten_layer_norm" if left else "layer_norm")
-    (row,) = fused_layernorm.explain(lambda x: F.layer_norm(view(x), (96,)), x).rows
-    assert row.operator == "layer_norm"
-
-
-OVER_CHANNELS = {
-    "permuted": lambda x, w: F.layer_norm(x.permute(0, 2, 3, 1), w.shape, w).permute(0, 3, 1, 2),
-    "behind a sum": lambda x, w: F.layer_norm(x.permute(0, 2, 3, 1) + w, w.shape).permute(
-        0, 3, 1, 2
-    ),
-    "written out": lambda x, w: (
-        w[:, None, None] * ((x - x.mean(1, True)) * torch.rsqrt(x.var(1, False, True) + 1e-6))
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("form", "shape", "kernel", "beside_convolutions"),
-    [
-        ("permuted", (2, 96, 10, 10), True, "aten_layer_norm"),
-        ("behind a sum", (2, 96, 10, 10), True, "aten_layer_norm"),
-        ("permuted", (2, 136, 9, 11), False, "aten_layer_norm"),
-        ("permuted", (2, 2056, 10, 10), False, "aten_layer_norm"),
-        ("written out", (2, 96, 9, 11), True, None),
-        ("written out", (2, 128, 3, 3), True, None),
-        ("written out", (2, 136, 10, 10), True, None),
-        ("written out", (2, 136, 9, 11), False, None),
-    ],
-)
-def test_channels_that_kernels_read(form, shape, kernel, beside_convolutions):
-    norm, channels = OVER_CHANNELS[form], shape[1]
-    x, w, k = torch.randn(shape), torch.randn(channels), torch.randn(8, channels, 1, 1)
-    (row,) = fused_layernorm.explain(norm, x, w).rows
-    assert row.operator == ("layer_norm" if kernel else beside_convolutions)
-    assert ("where they lie" in row.reason) == kernel
-    (row,) = fused_layernorm.explain(lambda x, w: F.conv2d(norm(x, w), k), x, w).rows
-    assert row.operator == beside_convolutions
-    (row,) = fused_layernorm.explain(norm, x, w, then="eager").rows
-    assert row.operator == "layer_norm"
-
-
-def test_a_residual_whose_channels_lie_apart():
-    """The kernels that add a residual read rows only."""
-
-    def function(x, residual):
-        h = residual + x.permute(0, 2, 3, 1)
-        return F.layer_norm(h, (96,)), h
-
-    args = torch.randn(2, 96, 10, 12), torch.randn(2, 10, 12, 96)
-    (row,) = fused_layernorm.explain(function, *args).rows
-    assert row.operator == "aten_add_layer_norm"
+def permuted(x, w):
+    return F.layer_norm(x.permute(0, 2, 3, 1), w.shape, w).permute(0, 3, 1, 2)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("form", OVER_CHANNELS)
-def test_channels_through_inductor(form, channels_last):
+def test_channels_through_inductor(channels_last):
     """What Inductor computes before and behind the operator keeps the order in which it reads."""
 
     def function(x, w):
-        return torch.sin(OVER_CHANNELS[form](torch.cos(x), w))
+        return torch.sin(permuted(torch.cos(x), w))
 
     x, w = torch.randn(2, 24, 5, 7), torch.randn(24, requires_grad=True)
     if channels_last:
@@ -551,14 +487,11 @@ RMS: dict[str, Any] = {"statistic": "rms"}
         (Problem(Fusion.PLAIN, 768, True, with_inductor=False), Choice.KERNEL),
         (Problem(Fusion.PLAIN, 768, True, deterministic=True), Choice.KERNEL),
         (Problem(Fusion.PLAIN, 96, False), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, 256, True, Columns.CHANNELS), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, 256, True, Columns.CHANNELS, True, **RMS), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, 96, False, Columns.APART), Choice.INDUCTOR),
-        (Problem(Fusion.PLAIN, 96, False, Columns.APART, True), Choice.PYTORCH),
-        (Problem(Fusion.ACTIVATED, 96, False, Columns.APART, True), Choice.PYTORCH),
-        (Problem(Fusion.PLAIN, 96, False, Columns.APART, True, False), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, None, False, Columns.APART), Choice.INDUCTOR),
-        (Problem(Fusion.MODULATED, 96, False, Columns.APART), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, 96, False, is_apart=True), Choice.INDUCTOR),
+        (Problem(Fusion.ACTIVATED, 96, False, is_apart=True), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, 96, False, is_apart=True, with_inductor=False), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, None, False, is_apart=True), Choice.INDUCTOR),
+        (Problem(Fusion.MODULATED, 96, False, is_apart=True), Choice.KERNEL),
         (Problem(Fusion.PLAIN, 96, True, with_hidden_casts=True), Choice.PYTORCH),
         (Problem(Fusion.PLAIN, 1152, True, with_hidden_casts=True), Choice.KERNEL),
         (
@@ -648,7 +581,7 @@ def test_explain_what_is_left(device):
     for _ in range(12):
         found = fused_layernorm.explain(function, *(torch.randn(3, 32, device=device),) * 2)
     assert found.rows[0].notes == ["mul_ writes into an operand in between"]
-    assert str(found).splitlines()[-1] == "[a] mul_ writes into an operand in between"
+    assert str(found).splitlines()[-1] == "[2] mul_ writes into an operand in between"
     nothing = fused_layernorm.explain(torch.nn.ReLU(), torch.randn(3))
     assert str(nothing) == "no norm on CUDA in 1 graph"
 
@@ -664,8 +597,8 @@ MOD, SUM, GATE = "scale, shift", "residual, ", "residual, gate, "
 # For models of two layers: the operands fused with each norm, in the order of the graph.
 DIFFUSION = {
     tiny_diffusers.dit: [MOD] + 4 * [GATE + MOD],
-    # Two streams, image and text; then two blocks of one joint stream; then the image's part of it.
-    tiny_diffusers.flux: 2 * [MOD] + 6 * [GATE + MOD] + [MOD, GATE + MOD, MOD],
+    # Two streams, image and text; then two blocks that join and part them; then the image's part.
+    tiny_diffusers.flux: 2 * [MOD] + 6 * [GATE + MOD] + 3 * [MOD],
     sd3_of_two_layers: 2 * [MOD] + 6 * [GATE + MOD],
     # Attention, cross-attention, feed-forward. The norm of the next layer's attention has the gate
     # of the feed-forward before.
@@ -704,7 +637,8 @@ def test_diffusion_transformers(device, make, dtype, monkeypatch):
         reference = step(exact, exact, exact_kwargs)
     of_layers = [row for row in rows if row.statistic == "layer"]
     assert [", ".join(row.fused) for row in of_layers] == DIFFUSION[make]
-    assert all(row.operator is not None for row in rows)  # with the RMSNorms of queries and keys
+    # SD 3.5 normalizes queries and keys as views, whose strides an operator would not give.
+    assert all(row.operator or "strides" in row.notes[-1] for row in rows)
     for ours, stock, right in zip(*found, reference, strict=True):
         error, stock_error = ((t - right).norm() / right.norm() for t in (ours, stock))
         assert error <= 1.25 * stock_error + torch.finfo(dtype).eps

@@ -141,6 +141,18 @@ def test_autocast_casts_are_the_kernels():
     torch.testing.assert_close(found, function(x), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("behind", ["F.conv2d(F.silu(y), kernel)", "F.silu(y)", "F.silu(y).sum(1)"])
+def test_results_of_other_strides(behind):
+    """PyTorch gives a contiguous result; where a convolution alone reads it, nothing is copied."""
+    t = tensors() | {"x": torch.randn(N, H, C, W).transpose(1, 2).requires_grad_()}
+    _, (graph,) = assert_same(model("kernel = torch.ones(2, C, 1, 1); " + behind), t)
+    assert operators_of(graph) == ["group_norm"]
+    copies = graph.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.contiguous.default, sort=False
+    )
+    assert len(copies) == ("conv" not in behind)
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()

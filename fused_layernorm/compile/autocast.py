@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results that autocast casts to half precision wherever they are used.
 
-Under autocast a layer norm gives float32, and a matrix product or a convolution casts what it reads
-to half precision. The captured graph does not show these casts, but the dtypes do: such a function
-returns half precision from float32 operands. Where only such functions read a norm's result, as it
-is or in another layout, the kernel may round the result itself: the numbers are the same, and half
-as many bytes are written and read, in backward too.
+A captured graph does not show the casts of autocast, but its dtypes do: a matrix product or a
+convolution returns half precision from float32 operands. Where only such functions read a norm's
+result, as it is or in another layout, the kernel may round the result itself: the numbers are the
+same, and half as many bytes are written and read, in backward too.
 """
 
 from __future__ import annotations
@@ -54,33 +53,31 @@ def narrowed(y: Node) -> Narrowed | None:
     """
     if dtype_of(y) is not torch.float32:
         return None
-    readers: list[Node] = []
-    moved: list[Node] = []
-    pending = [y]
-    while pending:
-        node = pending.pop()
+    dtypes: list[torch.dtype] = []  # of the readers
+    moved = [y]
+    for node in moved:  # grows
         for user in node.users:
             if user.op not in ("call_function", "call_method") or not is_tensor(user):
                 return None
             if user.target in _CASTING and dtype_of(user) in HALF:
-                readers.append(user)
-            elif _is_moved(user, node):
-                if user not in moved:
-                    moved.append(user)
-                    pending.append(user)
-            else:
+                dtypes.append(dtype_of(user))
+            elif not _is_moved(user, node):
                 return None
-    dtypes = {dtype_of(reader) for reader in readers}
-    if len(dtypes) != 1 or (torch.float16 in dtypes and len(readers) > 1):
+            elif user not in moved:
+                moved.append(user)
+    if len(set(dtypes)) != 1 or (torch.float16 in dtypes and len(dtypes) > 1):
         return None
-    return Narrowed(dtypes.pop(), tuple(sorted(moved)))
+    return Narrowed(dtypes[0], tuple(sorted(moved[1:])))
 
 
 def _is_moved(user: Node, node: Node) -> bool:
     """Whether user is the node's result in another layout."""
-    if not user.args or user.args[0] is not node or user.all_input_nodes != [node]:
-        return False
     given = [*user.args[1:], *user.kwargs.values()]
-    if user.target not in _MOVING or any(isinstance(value, torch.dtype) for value in given):
-        return False  # a view in another dtype shows the bytes, not the numbers
-    return user.target not in _PADS or all(v in ("constant", None, 0) for v in given[1:])
+    return (
+        user.target in _MOVING
+        and user.args[:1] == (node,)
+        and user.all_input_nodes == [node]
+        # A view in another dtype shows the bytes, not the numbers.
+        and not any(isinstance(value, torch.dtype) for value in given)
+        and (user.target not in _PADS or all(v in ("constant", None, 0) for v in given[1:]))
+    )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -13,7 +13,6 @@ from torch.fx import GraphModule
 
 from ..ops.arguments import name_of
 
-_PREFIX = "fused_layernorm."
 _THEN = ("inductor", "eager")
 # The values of each option; the first is the default.
 OPTIONS: dict[str, tuple[object, ...]] = {
@@ -67,16 +66,13 @@ backend.reset = _reset  # type: ignore[attr-defined]
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """This package's options, each given or its default, and Inductor's."""
     ours = {name: values[0] for name, values in OPTIONS.items()}
-    inductors = {}
-    for name, value in options.items():
-        if not name.startswith(_PREFIX):
-            inductors[name] = value
-        elif name not in OPTIONS:
+    inductors = {name: v for name, v in options.items() if not name.startswith("fused_layernorm.")}
+    for name in options.keys() - inductors.keys():
+        if name not in OPTIONS:
             raise ValueError(f"expected an option of {list(OPTIONS)} or of Inductor, got {name!r}")
-        elif value not in OPTIONS[name]:
-            raise ValueError(f"expected {name!r} to be one of {OPTIONS[name]}, got {value!r}")
-        else:
-            ours[name] = value
+        ours[name] = options[name]
+        if ours[name] not in OPTIONS[name]:
+            raise ValueError(f"expected {name!r} to be one of {OPTIONS[name]}, got {ours[name]!r}")
     return ours, inductors
 
 
@@ -96,22 +92,19 @@ def _cache_key() -> Any:
 def fuse(
     graph_module: GraphModule, *, then: str = "inductor", deterministic: bool = False
 ) -> GraphModule:
-    """Puts this package's operators into a graph, in place, and returns it.
+    """Puts this package's operators into a graph, in place, and returns it: for other backends.
 
-    It is for authors of other backends. The graph is one that Dynamo captured (as a backend of
-    torch.compile gets it) or one of ``torch.export`` (``program.module()``). The nodes' metadata
-    must have the example values that both record there; a norm without them stays as it is.
+    The graph is one that Dynamo captured (as a backend of torch.compile gets it) or one of
+    ``torch.export`` (``program.module()``). A norm whose nodes' metadata lack the example values
+    that both record stays as it is.
 
     Args:
         graph_module: the graph; its sub-graphs (checkpoint bodies and the like) are rewritten too.
         then: what runs the graph. ``"inductor"``: a compiler that fuses elementwise operations;
             the rules leave it the forward passes that it computes as fast. ``"eager"``: no
-            compiler, so the rules give every norm to this package.
+            compiler, so the rules give every norm to this package. Else a ValueError is raised.
         deterministic: keep every forward pass on this package's kernels, which are
             batch-invariant.
-
-    Raises:
-        ValueError: if ``then`` is neither of these.
     """
     _run(graph_module, then, deterministic)
     return graph_module
@@ -135,84 +128,49 @@ class Explanation:
     graphs: int
 
     def __str__(self) -> str:
+        graphs = f"{self.graphs} graph" + "s" * (self.graphs != 1)
         if not self.rows:
-            return f"no norm on CUDA in {_count(self.graphs, 'graph')}"
+            return f"no norm on CUDA in {graphs}"
         table = [("where", "shape", "dtype", "written as", "fused with it", "operator")]
-        reasons: dict[str, int] = {}
-        notes: dict[str, int] = {}
+        remarks: dict[str, int] = {}  # by number: a rule's reason, or what was left and why
         for row in self.rows:
-            marks = []
-            if row.reason:
-                marks.append(str(reasons.setdefault(row.reason, len(reasons) + 1)))
-            marks += [_letter(notes.setdefault(note, len(notes))) for note in row.notes]
-            table.append(
-                (
-                    row.where or row.name,
-                    " x ".join(map(str, row.shape)),
-                    name_of(row.dtype),
-                    row.form,
-                    ", ".join(row.fused) or "-",
-                    f"{_operator(row)} [{','.join(marks)}]" if marks else _operator(row),
-                )
-            )
+            said = [row.reason] * bool(row.reason) + row.notes
+            marks = [remarks.setdefault(remark, len(remarks) + 1) for remark in said]
+            shape, fused = " x ".join(map(str, row.shape)), ", ".join(row.fused) or "-"
+            # The operators' names are those of layer norms.
+            operator = row.operator or "left"
+            operator += ', "rms"' * (row.statistic == "rms" and row.operator is not None)
+            operator += f" [{','.join(map(str, marks))}]" * bool(marks)
+            where = row.where or row.name
+            table.append((where, shape, name_of(row.dtype), row.form, fused, operator))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        rotations = [row for row in self.rows if row.form == "rotation"]
-        norms = [row for row in self.rows if row.form != "rotation"]
-        counts = f"{_count(len(norms), 'norm')} in {_count(self.graphs, 'graph')}, {_fused(norms)}"
-        if rotations:
-            counts += f"; {_count(len(rotations), 'rotation')}, {_fused(rotations)}"
-        lines += ["", counts]
-        lines += [f"[{number}] {reason}" for reason, number in reasons.items()]
-        lines += [f"[{_letter(number)}] {note}" for note, number in notes.items()]
-        return "\n".join(lines)
-
-
-def _operator(row: Any) -> str:
-    """What takes the place of a norm; the operators' names are those of layer norms."""
-    if row.operator is None:
-        return "left"
-    return f'{row.operator}, "rms"' if row.statistic == "rms" else row.operator
-
-
-def _fused(rows: list[Any]) -> str:
-    return f"{sum(row.operator is not None for row in rows)} replaced"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" + "s" * (count != 1)
-
-
-def _letter(number: int) -> str:
-    return chr(ord("a") + number % 26) * (1 + number // 26)
+        norms = f"{len(self.rows)} norm" + "s" * (len(self.rows) != 1)
+        replaced = sum(row.operator is not None for row in self.rows)
+        lines += ["", f"{norms} in {graphs}, {replaced} replaced"]
+        return "\n".join([*lines, *(f"[{number}] {remark}" for remark, number in remarks.items())])
 
 
 def explain(
-    model: Callable[..., Any],
-    *args: Any,
-    then: str = "inductor",
-    **kwargs: Any,
+    model: Callable[..., Any], *args: Any, then: str = "inductor", **kwargs: Any
 ) -> Explanation:
     """Runs ``model(*args, **kwargs)`` once and says what became of every norm in it.
 
-    The result prints as a table: where each norm stands, what is fused with it, which
-    operator takes its place and by which rule, and what was left and why. An operator whose name
-    begins with ``aten_`` leaves the forward pass to Inductor and has this package's backward pass.
-    Functions that torch.compile has compiled in this process are compiled again at their next
-    call, as after ``torch._dynamo.explain``.
+    The result prints as a table: where each norm stands, what is fused with it, which operator
+    takes its place and by which rule, and what was left and why. An operator whose name begins with
+    ``aten_`` leaves the forward pass to Inductor and has this package's backward pass. Functions
+    that torch.compile has compiled in this process are compiled again at their next call.
 
     Args:
         model: a module or a function.
         then: as in :func:`fuse`.
     """
-    rows: list[Any] = []
-    graphs = 0
+    found = Explanation([], 0)
 
-    def collect(graph_module: GraphModule, example_inputs: Iterable[Any]) -> Callable[..., Any]:
-        nonlocal graphs
-        graphs += 1
-        rows.extend(_run(graph_module, then, False))
+    def collect(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        found.graphs += 1
+        found.rows += _run(graph_module, then, False)
         return graph_module.forward
 
     torch._dynamo.reset()
@@ -220,4 +178,4 @@ def explain(
         torch.compile(model, backend=collect)(*args, **kwargs)
     finally:
         torch._dynamo.reset()
-    return Explanation(rows, graphs)
+    return found

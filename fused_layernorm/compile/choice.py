@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What computes a call of our functions in a graph that Dynamo traces: rules.py decides.
 
-A graph of the backend "fused_layernorm" is decided on by graph_pass.py, which sees what surrounds a
-norm. Here nothing is known of that, so elementwise operations are assumed.
+What surrounds a norm is not known here, so elementwise operations are assumed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ..ops import arguments
 from ..ops.aten_forward import VARIANTS
@@ -24,7 +22,6 @@ from ..ops.operators import (
     LAYER_NORM,
     TENSORS,
     Arguments,
-    Operator,
 )
 from . import rules
 
@@ -38,21 +35,19 @@ _ATEN_ADD_LAYER_NORM = VARIANTS[ADD_LAYER_NORM.overload]
 def run(a: Arguments) -> Any:
     """The call by our operator, by its aten_ variant, or by PyTorch's own norm."""
     _check_types(a)
-    if a.is_modulated:
-        return _call(ADA_LAYER_NORM if a.residual is None else ADD_ADA_LAYER_NORM, a)
-    choice = _choice_for(a)
+    choice = "KERNEL" if a.is_modulated else _choice_for(a)
     if choice == "PYTORCH" and _has_own_norm(a):
         if a.is_rms:
             return torch.rms_norm(a.input, a.normalized_shape, a.weight, a.eps)
         return torch.layer_norm(a.input, a.normalized_shape, a.weight, a.bias, a.eps)
+    # operator_of and Operator.lay_out are nothing that Dynamo can trace.
     if a.residual is None:
-        return _call(LAYER_NORM, a, None if choice == "KERNEL" else _ATEN_LAYER_NORM)
-    return _call(ADD_LAYER_NORM, a, None if choice == "KERNEL" else _ATEN_ADD_LAYER_NORM)
-
-
-def _call(operator: Operator, a: Arguments, variant: OpOverload | None = None) -> Any:
-    """A call of the operator or its variant. Operator.lay_out is nothing that Dynamo can trace."""
-    return (variant or operator.overload)(*[getattr(a, name) for name in operator.fields])
+        operator, variant = (ADA_LAYER_NORM if a.is_modulated else LAYER_NORM), _ATEN_LAYER_NORM
+    else:
+        operator = ADD_ADA_LAYER_NORM if a.is_modulated else ADD_LAYER_NORM
+        variant = _ATEN_ADD_LAYER_NORM
+    overload = operator.overload if choice == "KERNEL" else variant
+    return overload(*[getattr(a, name) for name in operator.fields])
 
 
 def _check_types(a: Arguments) -> None:
@@ -88,7 +83,7 @@ def _choice_for(a: Arguments) -> str:
     if not CHOOSES or a.input.dim() < a.normalized_ndim or a.keeps_order:
         return "KERNEL"
     fusion = "RESIDUAL" if a.residual is not None else "ACTIVATED" if a.activation else "PLAIN"
-    may_be_cast = a.residual is None and a.activation is None and a.out_dtype is None
+    may_be_cast = fusion == "PLAIN" and a.out_dtype is None
     cols = math.prod(a.normalized_shape)
     return _choice_of(a.input, cols, fusion, may_be_cast, a.output_scale, a.statistic)
 
@@ -105,40 +100,22 @@ def _choice_of(
     device, stride = x.device.type, x.stride(-1)
     if device not in rules.DEVICES or not has_static_value(cols):
         return "KERNEL"
-    has_hidden_casts = (
-        may_be_cast
-        and has_autocast(device)
-        and torch.is_autocast_enabled(device)
-        and has_static_value(scale)
-        and scale == 1.0
-    )
-    return _choice(
-        fusion,
-        index(cols),  # In Dynamo of torch 2.11, int(cols) would be no constant.
-        index(stride) if has_static_value(stride) else 0,
-        bool(has_hidden_casts),
-        torch.are_deterministic_algorithms_enabled(),
-        statistic,
-    )
+    casts = may_be_cast and has_autocast(device) and torch.is_autocast_enabled(device)
+    casts = bool(casts and has_static_value(scale) and scale == 1.0)
+    is_apart = not has_static_value(stride) or index(stride) != 1
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    # In Dynamo of torch 2.11, int(cols) would be no constant.
+    return _choice(fusion, index(cols), is_apart, deterministic, casts, statistic)
 
 
 def _choice(
-    fusion: str, cols: int, stride: int, hidden_casts: bool, deterministic: bool, statistic: str
+    fusion: str, cols: int, is_apart: bool, deterministic: bool, casts: bool, statistic: str
 ) -> str:
     # If Dynamo of torch 2.11 traced is_exporting(), it would be true in every graph.
     if torch.compiler.is_exporting():
         return rules.Choice.KERNEL.name
-    problem = rules.Problem(
-        rules.Fusion[fusion],
-        cols,
-        has_neighbours=True,
-        columns=rules.Columns.TOGETHER if stride == 1 else rules.Columns.APART,
-        deterministic=deterministic,
-        with_hidden_casts=hidden_casts,
-        statistic=statistic,
-        is_call=True,
-    )
-    return rules.choose(problem).choice.name
+    given = (rules.Fusion[fusion], cols, True, is_apart, True, deterministic, casts, statistic)
+    return rules.choose(rules.Problem(*given, is_call=True)).choice.name
 
 
 def has_autocast(device_type: str) -> bool:

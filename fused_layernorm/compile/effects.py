@@ -21,14 +21,12 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .reading import read, value_of
 
-_IN_PLACE = (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"),
-    *("lshift", "rshift"),
-)
+_IN_PLACE = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 _WRITING_METHODS = {"__setitem__", *(f"__i{name}__" for name in _IN_PLACE)}
 _WRITING_FUNCTIONS = {getattr(operator, name) for name in _WRITING_METHODS}
 # Modules whose builtin functions write into nothing but by _WRITING_FUNCTIONS.
@@ -46,13 +44,6 @@ _MODES = ("set_grad", "_enter_", "_exit_", "crement_nesting", "set_deterministic
 def name_of_target(target: Any) -> str:
     """The name of a function or method, without its module."""
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
-
-
-def changes_mode(node: Node) -> bool:
-    """Whether this node changes one of PyTorch's modes."""
-    return node.op == "call_function" and any(
-        part in name_of_target(node.target) for part in _MODES
-    )
 
 
 def written(node: Node) -> Iterable[Any]:
@@ -121,17 +112,17 @@ def _written_by_signature(node: Node) -> list[Any] | None:
 def _written_by_bodies(node: Node) -> list[Any] | None:
     """Nothing, if no body of a higher-order operator (a checkpoint, say) writes into its inputs."""
     root: Any = node.graph.owning_module
-    paths = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
-    modules = [dict(root.named_modules()).get(path) for path in paths] if root is not None else []
-    bodies = [module for module in modules if isinstance(module, GraphModule)]
+    modules = {} if root is None else dict(root.named_modules())
+    found = [modules.get(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+    bodies = [module for module in found if isinstance(module, GraphModule)]
     return None if not bodies or any(map(_writes_into_inputs, bodies)) else []
 
 
 def _writes_into_inputs(body: GraphModule) -> bool:
     effects = Effects(body.graph)
     inputs = [node for node in body.graph.nodes if node.op in ("placeholder", "get_attr")]
-    has_unknown = any(n.op == "placeholder" and value_of(n) is None for n in inputs)
-    return any(map(effects.is_written, inputs)) or (has_unknown and bool(effects._writes))
+    is_unknown = any(node.op == "placeholder" and value_of(node) is None for node in inputs)
+    return any(map(effects.writers, inputs)) or (is_unknown and bool(effects._writes))
 
 
 def storages_of(value: Any) -> Iterator[int]:
@@ -139,12 +130,11 @@ def storages_of(value: Any) -> Iterator[int]:
     if isinstance(value, (tuple, list)):
         for element in value:
             yield from storages_of(element)
-    elif isinstance(value, Tensor):
-        if is_traceable_wrapper_subclass(value):
-            for name in value.__tensor_flatten__()[0]:
-                yield from storages_of(getattr(value, name))
-        elif value.layout is torch.strided:
-            yield value.untyped_storage()._cdata
+    elif isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from storages_of(getattr(value, name))
+    elif isinstance(value, Tensor) and value.layout is torch.strided:
+        yield value.untyped_storage()._cdata
 
 
 class Effects:
@@ -157,45 +147,31 @@ class Effects:
         self._in_transform: set[int] = set()  # regions inside a torch.func transform
         region = transforms = 0
         for node in graph.nodes:
-            if changes_mode(node):
+            name = name_of_target(node.target)
+            if node.op == "call_function" and any(mode in name for mode in _MODES):
                 region += 1
-                name = name_of_target(node.target)
                 transforms += ("_increment_nesting" in name) - ("_decrement_nesting" in name)
                 if transforms:
                     self._in_transform.add(region)
             self._regions[node] = region
-            for argument in written(node):
-                self._note(node, argument)
+            found: list[Node] = []
+            map_arg(tuple(written(node)), found.append)
+            for value in map(value_of, found):
+                self._unknown += [node] * (value is None)
+                for storage in storages_of(value):
+                    self._writes.setdefault(storage, []).append(node)
 
-    def _note(self, node: Node, argument: Any) -> None:
-        if isinstance(argument, (tuple, list)):
-            for element in argument:
-                self._note(node, element)
-        elif isinstance(argument, Node):
-            storages = list(storages_of(value_of(argument)))
-            for storage in storages:
-                self._writes.setdefault(storage, []).append(node)
-            if not storages and value_of(argument) is None:
-                self._unknown.append(node)
+    def writers(self, node: Node) -> list[Node]:
+        """The nodes of the graph that may write into the node's tensors."""
+        found = (self._writes.get(storage, ()) for storage in storages_of(value_of(node)))
+        return [*self._unknown, *itertools.chain(*found)]
 
     def write_between(
         self, nodes: Iterable[Node], start: Node, end: Node | None = None
     ) -> Node | None:
         """A node after start (and before end, if given) that writes into one of nodes, or None."""
-        found = list(self._unknown)
-        for node in nodes:
-            for storage in storages_of(value_of(node)):
-                found += self._writes.get(storage, ())
+        found = itertools.chain(*map(self.writers, nodes))
         return next((n for n in found if start < n and (end is None or n < end)), None)
-
-    def writers(self, node: Node) -> set[Node]:
-        """The nodes of the graph that may write into the node's tensors."""
-        found = (self._writes.get(storage, ()) for storage in storages_of(value_of(node)))
-        return {*self._unknown, *itertools.chain(*found)}
-
-    def is_written(self, node: Node) -> bool:
-        """Whether any node of the graph may write into the node's tensors."""
-        return bool(self.writers(node))
 
     def in_one_region(self, nodes: Iterable[Node]) -> bool:
         return len({self._regions[node] for node in nodes}) <= 1

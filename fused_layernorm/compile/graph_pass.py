@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import re
 import warnings
 from dataclasses import dataclass, field
@@ -16,11 +14,11 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from ..ops import aten_forward
-from . import gated, groups, replace, rotations, rules, sites
+from . import groups, replace, rules, sites
 from .effects import Effects, name_of_target
-from .reading import dtype_of, origin, read, value_of
+from .reading import origin, read, value_of
 from .replace import NotFused
-from .rules import Choice, Columns, Problem
+from .rules import Choice, Problem
 from .sites import Site
 
 
@@ -40,12 +38,12 @@ class Row:
     shape: tuple[object, ...] = ()
     dtype: torch.dtype | None = None
     form: str = ""  # how it was written
+    statistic: str = "layer"  # or "rms": what the operator computes
     fused: list[str] = field(default_factory=list)
     operator: str | None = None  # None where it was left
-    reason: str = ""
-    notes: list[str] = field(default_factory=list)
+    reason: str = ""  # of the rule that decided
+    notes: list[str] = field(default_factory=list)  # what was left, and why
     error: Exception | None = None
-    statistic: str = "layer"  # or "rms": what the operator computes
 
 
 _ELEMENTWISE = re.compile(
@@ -64,14 +62,11 @@ def run(graph_module: GraphModule, settings: Settings) -> list[Row]:
             if found:
                 module.recompile()
             rows += found
-    errors = [row for row in rows if row.error is not None]
-    if errors:
-        names = ", ".join(f"{row.name} ({row.where})" if row.where else row.name for row in errors)
-        error = errors[0].error
+    failed = {f"{row.name} {row.where}".strip(): row.error for row in rows if row.error is not None}
+    for error in list(failed.values())[:1]:
+        what = f"its graph pass failed with {type(error).__name__}: {error}"
         warnings.warn(
-            f"fused_layernorm leaves {names} to PyTorch: its graph pass failed with "
-            f"{type(error).__name__}: {error}",
-            stacklevel=2,
+            f"fused_layernorm leaves {', '.join(failed)} to PyTorch: {what}", stacklevel=2
         )
     return rows
 
@@ -81,43 +76,20 @@ def _run_graph(graph: Graph, settings: Settings) -> list[Row]:
     node = next(iter(graph.nodes))
     try:
         effects = Effects(graph)
-        _join(graph, effects)
-        if settings.deterministic or not settings.with_inductor:
-            # aten_ variants leave the forward pass to Inductor.
-            for node in graph.nodes:
+        for node in list(graph.nodes):
+            if settings.deterministic or not settings.with_inductor:
+                # aten_ variants leave the forward pass to Inductor.
                 node.target = aten_forward.KERNELS.get(node.target, node.target)
     except Exception as error:
         return [_failed(node, error)]
     for node in list(graph.nodes):
-        if node._erased:
-            continue
         try:
-            site = sites.find(node) or groups.find(node)
+            site = None if node._erased else sites.find(node) or groups.find(node)
             if site is not None and value_of(node).device.type in rules.DEVICES:
                 rows.append(_replace(site, graph, effects, settings))
         except Exception as error:
             rows.append(_failed(node, error))
-    try:
-        rows += _rotations(graph, effects)
-    except Exception as error:
-        rows.append(_failed(node, error))
     return rows
-
-
-def _rotations(graph: Graph, effects: Effects) -> list[Row]:
-    rows = []
-    for found, fused, reason in rotations.run(graph, effects):
-        row = _row_of(found.y, "rotation", "rotation")
-        row.fused, row.notes = fused, [reason] if reason else []
-        row.operator = None if reason else "qk_norm_rope"
-        rows.append(row)
-    return rows
-
-
-def _row_of(node: Node, form: str, statistic: str) -> Row:
-    value = value_of(node)
-    shape = tuple(value.shape)
-    return Row(node.name, _where(node), shape, value.dtype, form, statistic=statistic)
 
 
 def _failed(node: Node, error: Exception) -> Row:
@@ -125,33 +97,11 @@ def _failed(node: Node, error: Exception) -> Row:
     return Row(node.name, _where(node), notes=["the pass failed"], error=error)
 
 
-def _join(graph: Graph, effects: Effects) -> None:
-    """Removes a cat of a tensor's two parts, where it cannot be told from the tensor itself."""
-    outputs = graph.find_nodes(op="output")
-    for node in graph.nodes:
-        call = read(node) if node.op == "call_function" and node.target in _CATS else None
-        if call is None or effects.is_written(node) or effects.is_written(call.operands[0]):
-            continue
-        (whole,) = call.operands
-        device = value_of(node).device.type
-        if device in rules.DEVICES and not any(user in outputs for user in node.users):
-            with contextlib.suppress(NotFused):
-                replace.check_alike(node, whole, dtype_of(node))
-                node.replace_all_uses_with(whole)
-                replace.erase(node, graph)
-
-
-_CATS = (torch.cat, torch.ops.aten.cat.default)
-
-
 def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> Row:
     notes = site.notes
     if notes:  # no operator computes this norm
         return _row(site, None, "", notes)
-    kinds = [gated.candidates, sites.candidates]
-    if isinstance(site, groups.GroupSite):
-        kinds = [groups.candidates]
-    for candidate in itertools.chain.from_iterable(kind(site) for kind in kinds):
+    for candidate in site.candidates():
         try:
             checked = replace.check(candidate, effects, settings.with_inductor)
             problem = _problem(candidate, settings)
@@ -163,7 +113,7 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
                 overload = aten_forward.VARIANTS[overload]
             row = _row(candidate, overload, rule.reason, notes)
             row.fused += ["cast"] * (checked.narrowed is not None)
-            replace.apply(checked, overload, graph, effects, problem.columns)
+            replace.apply(checked, overload, graph, effects)
             return row
         except NotFused as reason:
             if str(reason) not in notes:
@@ -177,65 +127,32 @@ def _problem(site: Site, settings: Settings) -> Problem:
         site.fusion,
         cols if isinstance(cols, int) else None,
         any(map(_is_elementwise, neighbours)),
-        _columns(site, settings),
-        site.dim is not None,
+        replace.is_apart(site.input, site) or _may_be_laid_out(site, settings.with_inductor),
         statistic=site.statistic,
         **settings._asdict(),
     )
 
 
-def _columns(site: Site, settings: Settings) -> Columns:
-    """How columns lie when the graph runs.
-
-    In a graph with convolutions Inductor chooses the layouts of their results, and of what is
-    computed elementwise from them: there the strides of examples tell nothing of images.
-    """
-    found = replace.columns_of(site.input, site)
-    is_image = (
-        site.dim is not None
-        or found is Columns.CHANNELS
-        or _is_permuted(site.input, site.normalized_ndim)
-    )
-    if settings.with_inductor and is_image:
-        names = (name_of_target(node.target) for node in site.norm.graph.nodes)
-        if any("conv" in name for name in names):
-            return Columns.APART
-    return found
-
-
-def _is_permuted(node: Any, normalized_ndim: int) -> bool:
-    """Whether a node is a view that permutes a tensor's dimensions, normalized ones among them."""
-    node = origin(node)
-    first = value_of(node).dim() - normalized_ndim
-    while (call := read(node)) is not None and call.name == "view":
-        name = name_of_target(node.target)
-        if name == "permute":
-            given = [*node.args[1:], *node.kwargs.values()]
-            dims = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-            moved = [d for i, d in enumerate(dims) if isinstance(d, int) and d % len(dims) != i]
-            return any(d % len(dims) >= first for d in moved)
-        if name == "transpose":
-            ndim = value_of(node).dim()
-            dims = [*node.args[1:], *node.kwargs.values()]
-            return any(isinstance(d, int) and d % ndim >= first for d in dims)
-        if name in ("view", "reshape", "flatten", "unflatten"):
-            first = 0  # these mix dimensions: all count as normalized
-        (node,) = map(origin, call.operands)
-    return False
+def _may_be_laid_out(site: Site, with_inductor: bool) -> bool:
+    """Whether Inductor may choose how the columns lie, whatever they do in the examples: in a graph
+    with convolutions, whose results it lays out, of a view."""
+    call = read(origin(site.input))
+    if not with_inductor or call is None or call.name != "view":
+        return False
+    return any("conv" in name_of_target(node.target) for node in site.norm.graph.nodes)
 
 
 def _is_elementwise(node: Any) -> bool:
-    if not isinstance(node, Node):
-        return False
     call = read(node)
-    if call is not None and call.name == "view":
-        return _is_elementwise(call.operands[0])
-    name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-    return _ELEMENTWISE.match(name) is not None or (call is not None and call.name == "cast")
+    if call is not None and call.name in ("view", "cast"):
+        return call.name == "cast" or _is_elementwise(call.operands[0])
+    name = name_of_target(node.target).split(".")[0] if isinstance(node, Node) else ""
+    return _ELEMENTWISE.match(name) is not None
 
 
 def _row(site: Site, overload: OpOverload | None, reason: str, notes: list[str]) -> Row:
-    row = _row_of(site.norm, site.form, site.statistic)
+    value, node = value_of(site.norm), site.norm
+    row = Row(node.name, _where(node), tuple(value.shape), value.dtype, site.form, site.statistic)
     row.reason, row.notes = reason, notes
     if overload is not None:
         row.fused, row.operator = site.fused, overload._opname

@@ -22,27 +22,23 @@ from ..ops.groups import GroupArguments, group_norm
 from ..ops.operators import Arguments
 from . import patterns, sites
 from .patterns import Viewed
-from .reading import Call, dtype_of, is_tensor, read, reads, value_of
-from .replace import NotFused, check_alike, is_run
+from .reading import Call, is_tensor, read, reads, value_of
+from .replace import have_same_strides, is_contiguous
 from .rules import Fusion
 from .sites import Site, are_equal
 
-# ---- How they are called.
+_aten = torch.ops.aten
 
 
-@reads(F.group_norm, torch.group_norm, torch.ops.aten.group_norm.default)
+@reads(F.group_norm, torch.group_norm, _aten.group_norm.default)
 def _group_norm(
-    input: Any,
-    num_groups: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: Any = 1e-5,
+    input: Any, num_groups: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5,
     cudnn_enabled: Any = True,
-) -> Call | None:
+) -> Call | None:  # fmt: skip
     return Call("group_norm", (input, num_groups, weight, bias, eps))
 
 
-@reads(torch.native_group_norm, torch.ops.aten.native_group_norm.default)
+@reads(torch.native_group_norm, _aten.native_group_norm.default)
 def _native_group_norm(
     input: Any, weight: Any, bias: Any, N: Any, C: Any, HxW: Any, group: Any, eps: Any
 ) -> Call | None:
@@ -51,15 +47,9 @@ def _native_group_norm(
 
 @reads(F.instance_norm)
 def _instance_norm(
-    input: Any,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    use_input_stats: Any = True,
-    momentum: Any = 0.1,
-    eps: Any = 1e-5,
-) -> Call | None:
+    input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None,
+    bias: Any = None, use_input_stats: Any = True, momentum: Any = 0.1, eps: Any = 1e-5,
+) -> Call | None:  # fmt: skip
     """Without running statistics: as many groups as channels."""
     if running_mean is not None or running_var is not None or use_input_stats is not True:
         return None
@@ -72,13 +62,9 @@ def _instance_norm(
 def _fused_group_norm(*args: Any, **kwargs: Any) -> Call | None:
     """This package's operator, which a swapped module calls."""
     a = GroupArguments(*args, **kwargs)
-    is_bare = a.activation is None and a.output_scale == 1.0
-    if not is_bare or a.shift is not None or a.scale is not None:
+    if a.output_scale != 1.0 or any(x is not None for x in (a.activation, a.shift, a.scale)):
         return None
     return Call("group_norm", (a.input, a.num_groups, a.weight, a.bias, a.eps))
-
-
-# ---- What follows them.
 
 
 @dataclass
@@ -99,6 +85,10 @@ class GroupSite(Site):
         shape = value_of(self.norm).shape
         return are_equal(sites.shape_of(modulation), [*shape[:2], *[1] * (len(shape) - 2)])
 
+    def candidates(self) -> Iterator[GroupSite]:
+        grown = sites.cast(sites.activated(sites.modulated(self)))
+        yield from [self] if grown.y is self.y else [grown, self]
+
     def overload(self, a: Arguments) -> OpOverload:
         return group_norm
 
@@ -107,12 +97,9 @@ class GroupSite(Site):
         return (a.input, self.num_groups, a.shift, a.scale, a.weight, a.bias, *last)
 
     def as_read(self, y: Node, maker: Any) -> Node:
-        try:
-            check_alike(self.y, y, dtype_of(y))
-        except NotFused:
-            if not _users_do_not_mind(self.y, y):
-                return maker.make(torch.ops.aten.contiguous.default, (y,))
-        return y
+        if have_same_strides(*map(value_of, (self.y, y))) or _users_do_not_mind(self.y, y):
+            return y
+        return maker.make(_aten.contiguous.default, (y,))
 
 
 def find(node: Node) -> GroupSite | None:
@@ -126,17 +113,9 @@ def find(node: Node) -> GroupSite | None:
     form = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
     site = GroupSite(node, form, input, 1, weight, bias, eps, y=node, nodes=frozenset({node}))
     site.num_groups = num_groups
-    if is_run([*value_of(input).shape], [*value_of(input).stride()], 1):
+    if is_contiguous(value_of(input)):
         site.saved = input  # of other inputs PyTorch saves a copy
     return sites.with_statistics(site, "native_group_norm")
-
-
-def candidates(site: Site) -> Iterator[Site]:
-    """The site with all behind it that may be fused with it, and without."""
-    grown = sites.cast(sites.activated(sites.modulated(site)))
-    if grown.y is not site.y:
-        yield grown
-    yield site
 
 
 def _users_do_not_mind(old: Node, new: Node) -> bool:
@@ -146,17 +125,13 @@ def _users_do_not_mind(old: Node, new: Node) -> bool:
     from one of channels_last, which the convolution behind it would copy.
     """
     for user in old.users:
-        if user.op == "output" or not is_tensor(user):
+        if "conv" not in getattr(user.target, "__name__", "") or user.op != "call_function":
             return False
-
-        def taken(node: Node) -> Any:
-            return value_of(new if node is old else node)
-
-        args, kwargs = map_arg(user.args, taken), map_arg(user.kwargs, taken)
-        if user.op != "call_function" or "conv" not in getattr(user.target, "__name__", ""):
-            return False
+        args, kwargs = map_arg(
+            (user.args, user.kwargs), lambda node: value_of(new if node is old else node)
+        )
         with torch.no_grad():
             found = user.target(*args, **kwargs)  # type: ignore[operator]
-        if not are_equal(found.stride(), value_of(user).stride()):
+        if not is_tensor(user) or not are_equal(found.stride(), value_of(user).stride()):
             return False
     return True

@@ -3,8 +3,7 @@
 
 In an expression a name stands for any tensor, and for the same tensor wherever it occurs; `eps` and
 `factor` stand for numbers. The operands of + and * may stand in either order. A cast between two
-steps changes rounding only, so it may stand anywhere. Where RMSNorm is rounded before it is
-multiplied by a weight, as in Llama's class, sites.py asks the operator to round there too.
+steps changes rounding only, so it may stand anywhere (but see `rounded` in sites.py).
 """
 
 from __future__ import annotations
@@ -17,36 +16,30 @@ from torch.fx import Node
 
 from .reading import Call, before_casts, is_number, is_tensor, origin, read
 
-# x normalized, written out, for each way to write its variance.
-_VARIANCES = (
+# How the variance is written, and the mean square of RMSNorm.
+VARIANCES = (
     "var(x)",
     "mean((x - mean(x)) ** 2)",
     "mean((x - mean(x)) * (x - mean(x)))",
     "(mean(x ** 2) - mean(x) ** 2)",
 )
-NORMALIZED = tuple(
-    expression.format(variance=variance)
-    for variance in _VARIANCES
-    for expression in (
-        "(x - mean(x)) * rsqrt({variance} + eps)",
-        "(x - mean(x)) / sqrt({variance} + eps)",
+MEAN_SQUARES = ("mean(x ** 2)", "mean(x * x)")
+# x normalized, by statistic. A layer norm is an RMSNorm of x - mean(x), so it is tried first.
+NORMALIZED = {
+    statistic: [
+        f"{centered} {step}({moment} + eps)" for moment in moments for step in ("* rsqrt", "/ sqrt")
+    ]
+    for statistic, centered, moments in (
+        ("layer", "(x - mean(x))", VARIANCES),
+        ("rms", "x", MEAN_SQUARES),
     )
-)
-
-# The same for RMSNorm. A layer norm is an RMSNorm of x - mean(x), so its patterns are tried first.
-_MEAN_SQUARES = ("mean(x ** 2)", "mean(x * x)")
-RMS_NORMALIZED = tuple(
-    expression.format(mean_square=mean_square)
-    for mean_square in _MEAN_SQUARES
-    for expression in ("x * rsqrt({mean_square} + eps)", "x / sqrt({mean_square} + eps)")
-)
+}
 
 # The sums that may give a norm's input.
 SUMS = ("residual + gate * input", "residual + input")
 
 # What may follow a norm, in this order. weight and bias have the normalized shape.
 AFFINES = ("norm * weight + bias", "norm * weight", "norm + bias")
-RMS_AFFINES = ("norm * (1 + weight) + bias", "norm * (1 + weight)", *AFFINES)
 MODULATIONS = (
     "norm * (1 + scale) + shift",
     "norm + norm * scale + shift",
@@ -64,29 +57,9 @@ ACTIVATIONS = {
 GROUP_ACTIVATIONS = {**ACTIVATIONS, "leaky_relu(norm)": "leaky_relu"}
 FACTORS = ("norm * factor",)
 
-# A gate behind a norm or, with `input` in the place of `norm`, in front of it.
-GATES = {
-    "norm * silu(gate)": "silu",
-    "norm * (gate * sigmoid(gate))": "silu",
-    "norm * sigmoid(gate)": "sigmoid",
-}
-
-# Rotations of pairs of columns (a, b): turned is (-b, a). The last two are written one by one.
-ROTATION = "x * cos + turned * sin"
-COMPLEX_ROTATION = "view_as_real(view_as_complex(pairs) * freqs)"
-ROTATION_OF_A = "a * cos - b * sin"
-ROTATION_OF_B = "a * sin + b * cos"
-ROTATIONS = (ROTATION, COMPLEX_ROTATION, ROTATION_OF_A, ROTATION_OF_B)
-
 _NUMBERS = ("eps", "factor")
 _COMMUTATIVE = ("add", "mul")
-_OPERATIONS = {
-    ast.Add: "add",
-    ast.Sub: "sub",
-    ast.Mult: "mul",
-    ast.Div: "div",
-    ast.Pow: "pow",
-}
+_OPERATIONS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
 
 
 class Viewed(NamedTuple):
@@ -187,8 +160,7 @@ _ONE_PLUS_SCALE = parse("1 + scale")
 PARSED = {
     expression: parse(expression)
     for expressions in (
-        *(NORMALIZED, RMS_NORMALIZED, SUMS, RMS_AFFINES, MODULATIONS, GROUP_ACTIVATIONS, FACTORS),
-        (*ROTATIONS, *GATES, *(gate.replace("norm", "input") for gate in GATES)),
+        *(*NORMALIZED.values(), SUMS, AFFINES, MODULATIONS, GROUP_ACTIVATIONS, FACTORS),
     )
     for expression in expressions
 }

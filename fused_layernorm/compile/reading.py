@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a node of an FX graph computes, in the terms of the patterns.
 
-Dynamo's graphs, exported ATen graphs and hand-written modules spell one operation in many ways: a
-function, a method, an operator. `read` gives one `Call` for all of them, or None for a node that
-occurs in no pattern. A Call has no side effects.
+One operation is spelled in many ways: as a function, a method, an operator. `read` gives one `Call`
+for all of them, or None for a node that occurs in no pattern. A Call has no side effects.
 """
 
 from __future__ import annotations
@@ -54,10 +53,8 @@ def dtype_of(node: Any) -> torch.dtype:
 
 def is_number(value: Any) -> bool:
     """Whether this is a number, or a node that gives one."""
-    found = value_of(value)
-    return isinstance(found, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(
-        found, bool
-    )
+    numbers, found = (int, float, torch.SymInt, torch.SymFloat), value_of(value)
+    return isinstance(found, numbers) and not isinstance(found, bool)
 
 
 # ---- A reader for each operation: its signature has the arguments that it understands ------------
@@ -112,21 +109,22 @@ def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Call | None:
     return Call("sub", (input, other)) if alpha == 1 else None
 
 
+def _is_one(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value == 1
+
+
 @reads(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__")
 @reads(aten.mul.Tensor, aten.mul.Scalar)
 def _mul(input: Any, other: Any) -> Call:
-    for one, another in ((input, other), (other, input)):
-        if isinstance(another, (int, float)) and another == 1:
-            return Call("same", (one,))
+    if _is_one(input) or _is_one(other):
+        return Call("same", (other if _is_one(input) else input,))
     return Call("mul", (input, other))
 
 
 @reads(operator.truediv, torch.div, torch.true_divide, "div", "true_divide", "__truediv__")
 @reads(aten.div.Tensor, aten.div.Scalar)
 def _div(input: Any, other: Any) -> Call:
-    if isinstance(other, (int, float)) and other == 1 and is_tensor(input):
-        return Call("same", (input,))
-    return Call("div", (input, other))
+    return Call("same", (input,)) if _is_one(other) else Call("div", (input, other))
 
 
 @reads(torch.addcmul, "addcmul", aten.addcmul.default)
@@ -142,24 +140,21 @@ def _pow(input: Any, exponent: Any) -> Call:
     return Call("pow", (input, exponent))
 
 
-@reads(torch.square, "square", aten.square.default)
-def _square(input: Any) -> Call:
-    return Call("pow", (input, 2))
+reads(torch.square, "square", aten.square.default)(lambda input: Call("pow", (input, 2)))
 
 
 def _reads_unary(name: str, *targets: Any) -> None:
-    def reader(input: Any) -> Call:
-        return Call(name, (input,))
+    def reader(input: Any, inplace: Any = False) -> Call | None:
+        return None if inplace else Call(name, (input,))
 
-    reads(name, getattr(torch, name), getattr(aten, name).default, *targets)(reader)
+    reads(*targets, name, getattr(torch, name, None), getattr(aten, name).default)(reader)
 
 
 _reads_unary("sqrt")
 _reads_unary("rsqrt")
 _reads_unary("sigmoid", F.sigmoid)
-_reads_unary("neg", operator.neg)
-_reads_unary("view_as_real")
-_reads_unary("view_as_complex")
+_reads_unary("relu", F.relu)
+_reads_unary("silu", F.silu, torch._C._nn.silu)
 
 
 def _reduction(name: str, input: Any, dim: Any) -> Call | None:
@@ -177,49 +172,29 @@ def _reduction(name: str, input: Any, dim: Any) -> Call | None:
 def _mean(
     input: Any, dim: Any = None, keepdim: Any = False, *, axis: Any = None, dtype: Any = None
 ) -> Call | None:
-    if not keepdim or dtype is not None:
-        return None
-    return _reduction("mean", input, axis if dim is None else dim)
+    dim = axis if dim is None else dim
+    return _reduction("mean", input, dim) if keepdim and dtype is None else None
 
 
-@reads(torch.var, "var", aten.var.correction, aten.var.dim)
-def _var(
-    input: Any,
-    dim: Any = None,
-    unbiased: Any = True,
-    keepdim: Any = False,
-    *,
-    correction: Any = None,
-) -> Call | None:
-    is_biased = correction == 0 if correction is not None else unbiased in (False, 0)
-    return _reduction("var", input, dim) if keepdim and is_biased else None
+def _reads_var(name: str, *targets: Any) -> None:
+    def reader(
+        input: Any, dim: Any = None, unbiased: Any = True, keepdim: Any = False, *,
+        correction: Any = None,
+    ) -> Call | None:  # fmt: skip
+        is_biased = correction == 0 if correction is not None else unbiased in (False, 0)
+        return _reduction(name, input, dim) if keepdim and is_biased else None
+
+    reads(*targets)(reader)
 
 
-@reads(torch.var_mean, aten.var_mean.correction, aten.var_mean.dim)
-def _var_mean(*args: Any, **kwargs: Any) -> Call | None:
-    bound = inspect.signature(_var).bind(*args, **kwargs)
-    found = _var(*bound.args, **bound.kwargs)
-    return found and found._replace(name="var_mean")
-
-
-# ---- What follows a normalization ----------------------------------------------------------------
+_reads_var("var", torch.var, "var", aten.var.correction, aten.var.dim)
+_reads_var("var_mean", torch.var_mean, aten.var_mean.correction, aten.var_mean.dim)
 
 
 @reads(F.gelu, torch._C._nn.gelu, aten.gelu.default)
 def _gelu(input: Any, approximate: str = "none") -> Call | None:
     names = {"none": "gelu", "tanh": "gelu_tanh"}
     return Call(names[approximate], (input,)) if approximate in names else None
-
-
-def _reads_activation(name: str, *targets: Any) -> None:
-    def reader(input: Any, inplace: Any = False) -> Call | None:
-        return None if inplace else Call(name, (input,))
-
-    reads(*targets, getattr(F, name), getattr(aten, name).default)(reader)
-
-
-_reads_activation("silu", torch._C._nn.silu)
-_reads_activation("relu", torch.relu, "relu")
 
 
 @reads(F.leaky_relu, torch._C._nn.leaky_relu, aten.leaky_relu.default)
@@ -233,45 +208,33 @@ def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = Fals
     return None if inplace or (training and p != 0) else Call("same", (input,))
 
 
-# ---- Norms -------------------------------------------------------------------------------------
-
-
-def _norm(name: str, normalized_ndim: int, *operands: Any) -> Call:
-    """A norm by its input, weight, bias and eps, perhaps weight_offset and round_before_weight."""
-    input, weight, bias, eps, *options = operands
-    eps = rms_eps(eps, value_of(input))
-    return Call(name, (input, weight, bias, eps, *(options or (0.0, False))), normalized_ndim)
+def _norm(name: str, shape: Any, input: Any, weight: Any, bias: Any, eps: Any, *more: Any) -> Call:
+    """A norm by its input, weight, bias, eps, weight_offset and round_before_weight."""
+    operands = (input, weight, bias, rms_eps(eps, value_of(input)), *(more or (0.0, False)))
+    return Call(name, operands, len(shape))
 
 
 @reads(F.layer_norm, torch.layer_norm, aten.layer_norm.default)
 def _layer_norm(
-    input: Any,
-    normalized_shape: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: Any = 1e-5,
+    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5,
     cudnn_enable: Any = True,
-) -> Call | None:
-    return _norm("layer_norm", len(normalized_shape), input, weight, bias, eps)
+) -> Call | None:  # fmt: skip
+    return _norm("layer_norm", normalized_shape, input, weight, bias, eps)
 
 
 @reads(torch.native_layer_norm, aten.native_layer_norm.default)
-def _native_layer_norm(
-    input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any
-) -> Call | None:
-    return _norm("native_layer_norm", len(normalized_shape), input, weight, bias, eps)
+def _native_layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any) -> Call:
+    return _norm("native_layer_norm", normalized_shape, input, weight, bias, eps)
 
 
 @reads(F.rms_norm, torch.rms_norm, aten.rms_norm.default)
-def _rms_norm(
-    input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None
-) -> Call | None:
-    return _norm("rms_norm", len(normalized_shape), input, weight, None, eps)
+def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Call:
+    return _norm("rms_norm", normalized_shape, input, weight, None, eps)
 
 
 @reads(torch._fused_rms_norm, aten._fused_rms_norm.default)
-def _fused_rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: Any) -> Call | None:
-    return _norm("_fused_rms_norm", len(normalized_shape), input, weight, None, eps)
+def _fused_rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: Any) -> Call:
+    return _norm("_fused_rms_norm", normalized_shape, input, weight, None, eps)
 
 
 @reads(load.layer_norm, VARIANTS[load.layer_norm])
@@ -280,9 +243,10 @@ def _fused_layer_norm(*args: Any, **kwargs: Any) -> Call | None:
     a = load.call_of(load.layer_norm)(*args, **kwargs)
     if a.activation is not None or a.scale != 1.0 or a.keeps_order:
         return None
-    name = "rms_norm" if a.statistic == "rms" else "layer_norm"
     options = (a.weight_offset, a.round_before_weight)
-    return _norm(name, a.normalized_ndim, a.input, a.weight, a.bias, a.eps, *options)
+    return _norm(
+        f"{a.statistic}_norm", range(a.normalized_ndim), a.input, a.weight, a.bias, a.eps, *options
+    )
 
 
 # ---- Readers that take the node itself -----------------------------------------------------------
@@ -297,9 +261,8 @@ def _cast(node: Node) -> Call | None:
     if not is_tensor(input) or not is_tensor(node) or "memory_format" in node.kwargs:
         return None
     before, after = value_of(input), value_of(node)
-    if {before.dtype, after.dtype} <= set(DTYPES) and before.device == after.device:
-        return Call("cast", (input,))
-    return None
+    are_known = {before.dtype, after.dtype} <= set(DTYPES) and before.device == after.device
+    return Call("cast", (input,)) if are_known else None
 
 
 @reads(operator.getitem, node=True)
@@ -340,55 +303,6 @@ def _view(node: Node) -> Call | None:
     return Call("view", (input,))
 
 
-@reads(torch.cat, aten.cat.default, node=True)
-def _cat(node: Node) -> Call | None:
-    """A tensor that was cut in two along a dimension and is joined again."""
-    tensors = node.args[0] if node.args else node.kwargs.get("tensors")
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    if not isinstance(tensors, (tuple, list)) or len(tensors) != 2 or not isinstance(dim, int):
-        return None
-    if "out" in node.kwargs:
-        return None
-    cuts = [cut(part, dim) for part in tensors]
-    if None in cuts:
-        return None
-    (base, start, end), (other, start_2, end_2) = cuts  # type: ignore[misc]
-    if base is other and start is None and end == start_2 and end is not None:
-        return Call("same", (base,)) if end_2 is None else None
-    return None
-
-
-def _slice(start: Any = None, end: Any = None, step: Any = 1) -> slice:
-    return slice(start, end, step)
-
-
-def cut(part: Any, dim: int) -> tuple[Node, Any, Any] | None:
-    """(tensor, start, end) of a slice along this dimension; end is None if it has no end."""
-    if not is_tensor(part) or not part.args or not is_tensor(part.args[0]):
-        return None
-    base = part.args[0]
-    ndim = value_of(base).dim()
-    if part.target is operator.getitem:
-        index = part.args[1] if isinstance(part.args[1], tuple) else (part.args[1],)
-        cuts = [(i, s) for i, s in enumerate(index) if s not in (slice(None), ...)]
-        if len(cuts) != 1 or not isinstance(cuts[0][1], slice):
-            return None
-        ((cut_dim, found),) = cuts
-        if ... in index[:cut_dim]:
-            cut_dim -= len(index)  # counted from the end
-    elif part.target is aten.slice.Tensor and len(part.args) > 2:
-        cut_dim, found = part.args[1], _slice(*part.args[2:])
-    else:
-        return None
-    if cut_dim % ndim != dim % ndim or found.step not in (None, 1):
-        return None
-    end = None if found.stop == 2**63 - 1 else found.stop
-    return base, found.start or None, end
-
-
-# ---- Casts ---------------------------------------------------------------------------------------
-
-
 def before_casts(node: Any, *, only_widening: bool) -> list[Any]:
     """The node, the node that it is a cast of, the one before that, and so on.
 
@@ -412,5 +326,5 @@ def origin(node: Any) -> Any:
     return before_casts(node, only_widening=True)[-1]
 
 
-def is_finite_number(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

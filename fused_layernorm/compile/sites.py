@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -18,19 +18,10 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..ops.arguments import HALF
-from ..ops.operators import Arguments, operator_of
+from ..ops.operators import TENSORS, Arguments, operator_of
 from . import patterns
 from .patterns import PARSED, Match, Viewed, matches
-from .reading import (
-    Call,
-    before_casts,
-    dtype_of,
-    is_finite_number,
-    is_tensor,
-    origin,
-    read,
-    value_of,
-)
+from .reading import Call, before_casts, dtype_of, is_finite, is_tensor, origin, read, value_of
 from .rules import Fusion
 
 
@@ -58,7 +49,6 @@ class Site:
     statistic: str = "layer"
     weight_offset: float = 0.0
     rounded: torch.dtype | None = None  # half precision, to which xhat is rounded before weight
-    dim: int | None = None  # the one dimension that is normalized, if it is not among the last
     notes: list[str] = field(default_factory=list)  # what was left, and why
 
     # Whether the operator takes rows in any order of memory, and copies none of them.
@@ -67,10 +57,14 @@ class Site:
     activations = patterns.ACTIVATIONS
 
     @property
+    def operands(self) -> dict[str, Any]:
+        found = {name: getattr(self, name) for name in TENSORS}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
     def normalized_shape(self) -> torch.Size:
         shape = value_of(self.norm).shape
-        first = len(shape) - self.normalized_ndim if self.dim is None else self.dim
-        return shape[first : first + self.normalized_ndim]
+        return shape[len(shape) - self.normalized_ndim :]
 
     @property
     def cols(self) -> Any:
@@ -89,6 +83,13 @@ class Site:
     def is_modulated(self) -> bool:
         return self.shift is not None or self.scale is not None
 
+    def candidates(self) -> Iterator[Site]:
+        """What may be one operator, the most first: all around the norm, then without the sum
+        before it; then the same two without the operations after the norm."""
+        grown = grow(self)
+        for start in [self] if grown.y is self.y else [grown, self]:
+            yield from with_sum(start)
+
     def overload(self, a: Arguments) -> OpOverload:
         """The operator that computes the site, of which these are the arguments."""
         return operator_of(a).overload
@@ -103,10 +104,11 @@ class Site:
 
     def takes(self, modulation: Node | Viewed) -> bool:
         """Whether a gate, shift or scale has an element for each column, as the kernels read it."""
-        shape = shape_of(modulation)
-        columns = shape[max(0, len(shape) - self.normalized_ndim) :]
-        return broadcasts(shape, value_of(self.norm).shape) and are_equal(
-            columns, self.normalized_shape
+        shape, whole = shape_of(modulation)[::-1], value_of(self.norm).shape[::-1]
+        ndim = self.normalized_ndim
+        return ndim <= len(shape) <= len(whole) and all(
+            statically_known_true(a == b) or (i >= ndim and statically_known_true(a == 1))
+            for i, (a, b) in enumerate(zip(shape, whole, strict=False))
         )
 
     @property
@@ -128,29 +130,13 @@ def are_equal(one: Iterable[Any], other: Iterable[Any]) -> bool:
     )
 
 
-def broadcasts(one: Iterable[Any], to: Iterable[Any]) -> bool:
-    """Whether a shape is known to broadcast to another without enlarging it."""
-    one, to = tuple(one), tuple(to)
-    return len(one) <= len(to) and all(
-        statically_known_true(a == b) or statically_known_true(a == 1)
-        for a, b in zip(reversed(one), reversed(to), strict=False)
-    )
-
-
-def is_parameter(value: Node, site: Site) -> bool:
-    """Whether a weight or bias has the normalized shape, or broadcasts along the one dimension."""
-    if site.dim is None:
-        return are_equal(shape_of(value), site.normalized_shape)
-    shape = list(shape_of(value))
-    along = [1] * value_of(site.norm).dim()
-    shape = [1] * (len(along) - len(shape)) + shape
-    along[site.dim : site.dim + 1] = site.normalized_shape
-    return are_equal(shape, along)
+def base_of(value: Any) -> Any:
+    """The node of a Viewed; any other value itself."""
+    return value.base if isinstance(value, Viewed) else value
 
 
 def shape_of(value: Node | Viewed) -> torch.Size:
-    node = value.views[-1] if isinstance(value, Viewed) else value
-    return value_of(node).shape
+    return value_of(value.views[-1] if isinstance(value, Viewed) else value).shape
 
 
 def find(node: Node) -> Site | None:
@@ -160,7 +146,7 @@ def find(node: Node) -> Site | None:
         return None
     if call.name in ("layer_norm", "rms_norm"):
         return _called(node, call)
-    for statistic, expressions in _NORMALIZED.items():
+    for statistic, expressions in patterns.NORMALIZED.items():
         for expression in expressions:
             pattern = PARSED[expression]
             if pattern.name == call.name:
@@ -173,16 +159,12 @@ def _called(node: Node, call: Call) -> Site | None:
     input, weight, bias, eps, weight_offset, rounds = call.operands
     if not is_tensor(input):
         return None
-    form = getattr(node.target, "__name__", str(node.target))
-    nodes, is_rms = frozenset({node}), call.name == "rms_norm"
-    site = Site(node, form, input, call.over, weight, bias, eps, y=node, nodes=nodes)
-    if is_rms:
-        site.form, site.statistic = call.name, "rms"
-    else:
-        site.saved = input  # PyTorch's rms_norm may save a float32 copy instead
-    site.weight_offset = weight_offset
-    if rounds and dtype_of(input) in HALF:
-        site.rounded = dtype_of(input)
+    is_rms, form = call.name == "rms_norm", getattr(node.target, "__name__", str(node.target))
+    site = Site(node, call.name if is_rms else form, input, call.over, weight, bias, eps, y=node)
+    site.nodes, site.weight_offset = frozenset({node}), weight_offset
+    site.statistic = "rms" if is_rms else "layer"
+    site.saved = None if is_rms else input  # PyTorch's rms_norm may save a float32 copy
+    site.rounded = dtype_of(input) if rounds and dtype_of(input) in HALF else None
     return with_statistics(site, "_fused_rms_norm" if is_rms else "native_layer_norm")
 
 
@@ -195,33 +177,21 @@ def with_statistics(site: S, form: str) -> S:
     return site
 
 
-_NORMALIZED = {"layer": patterns.NORMALIZED, "rms": patterns.RMS_NORMALIZED}
-_WRITTEN_OUT = {"layer": "written out", "rms": "RMSNorm written out"}
-
-
 def _written_out(node: Node, match: Match, statistic: str) -> Site | None:
-    input, eps = match.values["x"], match.values["eps"]
-    ndim, dims = value_of(input).dim(), match.over
-    form = _WRITTEN_OUT[statistic]
+    input, eps, dims = match.values["x"], match.values["eps"], match.over
+    form = "RMSNorm written out" if statistic == "rms" else "written out"
     site = Site(node, form, input, len(dims), None, None, eps, y=node, nodes=match.nodes)
     site.statistic = statistic
-    if dims == tuple(range(ndim - len(dims), ndim)):
-        return site
-    if len(dims) == 1:
-        (site.dim,) = dims
-        site.form += f" over dimension {site.dim}"
-    else:
+    ndim = value_of(input).dim()
+    if dims != tuple(range(ndim - len(dims), ndim)):
         site.notes.append(f"it normalizes over dimensions {list(dims)}, which are not the last")
     return site
 
 
 def grow(site: Site) -> Site:
-    """The site with the operations after it that may be fused with it.
-
-    A norm over a dimension that is not the last takes neither a modulation nor a residual.
-    """
+    """The site with the operations after it that may be fused with it."""
     has_no_affine = site.weight is None and site.bias is None
-    # The 1 + weight of an RMSNorm, such as Gemma's, is no modulation: its affine step comes first.
+    # The 1 + weight of an RMSNorm, such as Gemma's, is no modulation: it is the weight, as a sum.
     if site.statistic == "layer" or not has_no_affine:
         site = modulated(site)
     if has_no_affine and not site.is_modulated:
@@ -242,13 +212,8 @@ def cast(site: S) -> S:
     return site
 
 
-def _behind(
-    site: Site, expressions: Iterable[str], fits: Callable[[Site, dict[str, Any]], bool]
-) -> Iterator[tuple[str, Node, Match]]:
-    """The matches of these expressions among the nodes after the site, the longest first.
-
-    fits: whether the values that the names stand for are as the operators take them.
-    """
+def _behind(site: S, expressions: Iterable[str]) -> Iterator[tuple[str, S]]:
+    """The site with what is computed from it by one of these expressions, the longest first."""
     roots, frontier = [], [site.y]
     for _ in range(6):  # deeper than any pattern, with casts between its steps
         frontier = [user for node in frontier for user in node.users if read(user) is not None]
@@ -259,21 +224,28 @@ def _behind(
         for root in dict.fromkeys(roots)
         if is_tensor(root)
         for match in matches(PARSED[expression], root, Match({"norm": site.y}))
-        if are_equal(value_of(root).shape, value_of(site.norm).shape) and fits(site, match.values)
+        if are_equal(value_of(root).shape, value_of(site.norm).shape)
+        and all(_fits(site, *value) for value in match.values.items())
     ]
     found.sort(key=lambda way: len(way[2].nodes), reverse=True)
     for expression, root, match in found:
         if _is_closed(site.y, root, match.nodes):
-            yield expression, root, match
+            # The fields of a site have the names of the patterns.
+            given = {name: value for name, value in match.values.items() if name != "norm"}
+            yield expression, replace(site, y=root, nodes=site.nodes | match.nodes, **given)
         else:
             note = f"{site.y.name} is used beside {expression!r}, too"
             if note not in site.notes:
                 site.notes.append(note)
 
 
-def _up_to(root: Node, site: S, match: Match, **found: Any) -> S:
-    """The site with the nodes of a match, of which this is the last, and what they give."""
-    return replace(site, y=root, nodes=site.nodes | match.nodes, **found)
+def _fits(site: Site, name: str, value: Any) -> bool:
+    """Whether the value that a name stands for is as the operators take it."""
+    if name in ("scale", "shift"):
+        return site.takes(value)
+    if name in ("weight", "bias"):
+        return are_equal(shape_of(value), site.normalized_shape)
+    return name == "norm" or is_finite(value)
 
 
 def _is_closed(start: Node, root: Node, nodes: frozenset[Node]) -> bool:
@@ -288,33 +260,16 @@ def _is_closed(start: Node, root: Node, nodes: frozenset[Node]) -> bool:
 
 
 def modulated(site: S) -> S:
-    def fits(site: Site, values: dict[str, Any]) -> bool:
-        return all(site.takes(values[name]) for name in ("scale", "shift") if name in values)
-
-    for _, root, match in () if site.dim is not None else _behind(site, patterns.MODULATIONS, fits):
-        scale, shift = match.values.get("scale"), match.values.get("shift")
-        return _up_to(root, site, match, scale=scale, shift=shift)
-    return site
+    return next((found for _, found in _behind(site, patterns.MODULATIONS)), site)
 
 
 def _affine(site: Site) -> Site:
-    def fits(site: Site, values: dict[str, Any]) -> bool:
-        return all(is_parameter(values[p], site) for p in ("weight", "bias") if p in values)
-
-    is_rms = site.statistic == "rms"
-    expressions = patterns.RMS_AFFINES if is_rms else patterns.AFFINES
-    for expression, root, match in _behind(site, expressions, fits):
-        weight, bias = match.values.get("weight"), match.values.get("bias")
-        found = _up_to(root, site, match, weight=weight, bias=bias)
-        if is_rms and weight is not None:
-            halves = _dtypes_of_casts(site.y, match.nodes).intersection(HALF)
+    for _, found in _behind(site, patterns.AFFINES):
+        if site.statistic == "rms" and found.weight is not None:
+            halves = _dtypes_of_casts(site.y, found.nodes).intersection(HALF)
             if len(halves) > 1:
                 continue  # no operator rounds twice
             found.rounded = next(iter(halves), None)
-        if "(1 + weight)" in expression:
-            if _is_rounded_sum(weight, match.nodes):
-                continue  # the sum itself is the weight
-            found.weight_offset = 1.0
         return found
     return site
 
@@ -332,56 +287,29 @@ def _dtypes_of_casts(node: Node, nodes: frozenset[Node]) -> set[torch.dtype]:
     return found
 
 
-def _is_rounded_sum(weight: Any, nodes: frozenset[Node]) -> bool:
-    """Whether 1 + weight is rounded to half precision, which no operator does."""
-    sums = [user for user in weight.users if user in nodes]
-    return any(_dtypes_of_casts(node, nodes).intersection(HALF) for node in sums)
-
-
 def activated(site: S) -> S:
-    for expression, root, match in _behind(site, site.activations, lambda *_: True):
-        site = _up_to(root, site, match, activation=site.activations[expression])
+    for expression, found in _behind(site, site.activations):
+        site = replace(found, activation=site.activations[expression])
         break
-
-    def fits(site: Site, values: dict[str, Any]) -> bool:
-        return is_finite_number(values["factor"])
-
-    for _, root, match in _behind(site, patterns.FACTORS, fits):
-        return _up_to(root, site, match, factor=float(match.values["factor"]))
-    return site
-
-
-def candidates(site: Site) -> Iterator[Site]:
-    """What may be one operator, the most first: all around the norm, then without the sum before
-    it; then the same two without the operations after the norm."""
-    grown = grow(site)
-    for start in [site] if grown.y is site.y else [grown, site]:
-        yield from with_sum(start)
+    return next((found for _, found in _behind(site, patterns.FACTORS)), site)
 
 
 def with_sum(site: Site) -> Iterator[Site]:
     """The site with each sum, gated or not, that may give its input; last, the site alone."""
     x = origin(site.input)
     casts = frozenset(before_casts(site.input, only_widening=True)) - {x}
-    for expression in () if site.dim is not None else patterns.SUMS:
+    for expression in patterns.SUMS:
         for match in matches(PARSED[expression], x, Match({})):
-            input, residual = match.values["input"], match.values["residual"]
-            gate = match.values.get("gate")
-            path = before_casts(residual, only_widening=True)
+            path = before_casts(match.values["residual"], only_widening=True)
             residual = next((n for n in path[::-1] if dtype_of(n) == dtype_of(x)), None)
+            found = {**match.values, "residual": residual, "residual_out": x}
+            nodes = site.nodes | match.nodes | casts
             if (
                 residual is not None
                 and are_equal(shape_of(residual), shape_of(x))
-                and are_equal(shape_of(input), shape_of(x))
-                and (gate is None or site.takes(gate))
+                and are_equal(shape_of(found["input"]), shape_of(x))
+                and ("gate" not in found or site.takes(found["gate"]))
             ):
-                yield replace(
-                    site,
-                    nodes=site.nodes | match.nodes | casts | {*path[: path.index(residual)]},
-                    input=input,
-                    residual=residual,
-                    gate=gate,
-                    residual_out=x,
-                    notes=list(site.notes),
-                )
+                nodes |= {*path[: path.index(residual)]}
+                yield replace(site, nodes=nodes, notes=list(site.notes), **found)
     yield site
