@@ -114,13 +114,16 @@ def is_bare(module: Any) -> bool:
     )
 
 
-def forward_of(cls: Any, function: str, over: str, read: Any = None) -> Callable[..., Tensor]:
+def forward_of(
+    cls: Any, function: str, over: str, read: Any = None, argument: str = "input"
+) -> Callable[..., Tensor]:
     """The forward of the module that stands for a class of PyTorch.
 
     Args:
         function: the name of the function that the class calls.
         over: the attribute with what is normalized over.
         read: gives the input of a swapped module in the order of memory of the class's result.
+        argument: the name of the forward's argument.
     """
     is_rms, is_group = cls is RMSNorm, over == "num_groups"
     functions, own = vars(F), getattr(stock, function)
@@ -163,6 +166,10 @@ def forward_of(cls: Any, function: str, over: str, read: Any = None) -> Callable
             return cls.forward(self, input)
         return self._fused(input)
 
+    # Each has code of its own, for the interpreter keeps beside it how it found the attributes.
+    code: Any = forward.__code__
+    names = tuple(argument if name == "input" else name for name in code.co_varnames)
+    forward.__code__ = code.replace(co_varnames=names)
     forward.__wrapped__ = cls.forward  # type: ignore[attr-defined]  # for torch.jit.script
     return forward
 
@@ -237,9 +244,6 @@ class FusedAddLayerNorm(FusedLayerNorm):
         )
 
 
-_rms_forward = forward_of(RMSNorm, "rms_norm", "normalized_shape")
-
-
 class FusedRMSNorm(Norm, nn.RMSNorm):
     r"""A drop-in :class:`torch.nn.RMSNorm`: the same parameters, state_dict and results, faster.
 
@@ -287,10 +291,7 @@ class FusedRMSNorm(Norm, nn.RMSNorm):
         self.out_dtype = out_dtype
         self.reset_parameters()
 
-    def forward(self, x: Tensor) -> Tensor:  # the name of nn.RMSNorm's argument
-        return _rms_forward(self, x)
-
-    forward.__wrapped__ = RMSNorm.forward  # type: ignore[attr-defined]
+    forward = forward_of(RMSNorm, "rms_norm", "normalized_shape", argument="x")
 
     def _fused(self, input: Tensor) -> Tensor:
         return rms_norm(
