@@ -118,7 +118,7 @@ def test_all_providers_compute_the_same(text, on_cpu, monkeypatch):
 
 
 def test_peers_that_are_missing_or_broken_are_named(monkeypatch):
-    """And a peer computes the families that it has, forward alone where it has no backward."""
+    """And a peer computes the families that it has."""
     norm = families.FAMILIES["rms_"]
     known = {"llama": providers.PEERS["llama"],
              "gone": providers.Peer("no_such_module", "no-such-package", {}),
@@ -131,12 +131,11 @@ def test_peers_that_are_missing_or_broken_are_named(monkeypatch):
     assert names == ["ours", "llama"]
     assert problems[0] == "gone: no-such-package is not installed"
     assert problems[1].startswith("broken: torch does not import: No module named 'torch.no_such")
-    only = providers.Peer("torch", "torch", {norm.name: lambda t: t["x"]}, forward_only=True)
+    only = providers.Peer("torch", "torch", {norm.name: lambda t: t["x"]})
     case = parse_case("6x20 float32 rms_forward")
     one = {"x": torch.ones(6, 20)}
     assert only.calls(case, [one])[0]() is one["x"]  # type: ignore[index]
-    for text in ("rms_backward", "forward"):
-        assert only.calls(parse_case(f"6x20 float32 {text}"), [one]) is None
+    assert only.calls(parse_case("6x20 float32 forward"), [one]) is None
     assert only.calls(replace(case, out_dtype="float16"), [one]) is None
 
 
