@@ -224,6 +224,37 @@ def test_compare_shows_the_worst_first(on_cpu):
     assert shown[2] == ""
 
 
+class CalledGraph:
+    """timing.Graph without a GPU: the calls' outputs, and their number as the time."""
+
+    def __init__(self, calls, count):
+        self.outputs = [call() for call in calls]
+        self.us = 1.0 * count
+
+    def time(self, *arguments):
+        return self.us
+
+    def free(self):
+        self.outputs = []
+
+
+@pytest.mark.parametrize(
+    "op", ["rms_forward", "backward", "group_nhwc_backward", "qk_norm_forward"]
+)
+def test_compare_measures_bits_and_eager(op, on_cpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(timing, "Graph", CalledGraph)
+    case = parse_case(f"{SIZES[families.family_of(op).layout]} bfloat16 {op}")
+    sides = [compare.Side(label) for label in ("old", "new", "eager")]
+    made = compare.compare([compare.Job(case)], sides, 60)
+    (row,) = made["rows"]
+    assert (row["ratio"], row["same_bits"], row["slower"]) == (1.0, True, False)
+    assert row["old_us"] == row["eager_us"] > 0
+    results.write(tmp_path / "compare.json", made)
+    assert results.read(tmp_path / "compare.json") == made
+    monkeypatch.setattr(compare.Side, "bits", lambda self: [torch.tensor(id(self))])
+    assert not compare.measure(compare.Job(case), sides, 1)["same_bits"]
+
+
 def test_compare_takes_a_part_of_the_list():
     cases = the_list()
     assert len({case.name for case in cases}) == len(cases)
