@@ -3,4 +3,5 @@
 
 from benchmarks.run import main
 
-main()
+if __name__ == "__main__":  # not in the processes that compile ahead
+    main()

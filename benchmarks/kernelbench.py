@@ -199,6 +199,8 @@ def measure(name: str, rounds: int = ROUNDS, lock: Path | None = None) -> dict[s
             off = timing.patiently(functools.partial(difference, call, x, expected))
             row[f"{variant}_error"] = round(float(off / most), 8)
         del expected
+        if timing.DEVICE == "cuda":
+            torch.cuda.empty_cache()  # others prepare beside it
     with turns.measuring(lock):
         times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
         with timing.quiet():

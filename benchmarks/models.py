@@ -343,9 +343,8 @@ def run(
             with turns.preparing(lock):
                 try:
                     torch.manual_seed(0)
-                    module, inputs, loss = model.build()
-                    module = module.to(timing.DEVICE)
-                    inputs = {key: value.to(timing.DEVICE) for key, value in inputs.items()}
+                    with torch.device(timing.DEVICE):
+                        module, inputs, loss = model.build()
                     if model.channels_last:
                         module, inputs = in_channels_last(module, inputs)
                 except Exception as problem:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of benchmarks.models: transformers', timm's, torchvision's and diffusers', and blocks.
 
-All have random weights. Decoders and diffusion transformers have their real sizes, but few layers.
-MODELS at the end is the table: a model is a row, and a function that builds it.
+All have random weights, and are built on the default device. Decoders and diffusion transformers
+have their real sizes, but few layers. MODELS at the end is the table: a model is a row, and a
+function that builds it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-from benchmarks import timing
 
 MODES = ("training", "inference")
 # A model, its inputs as keyword arguments, and the loss of its output.
@@ -35,13 +34,8 @@ def language_model(name: str, batch: int, length: int, **options: Any) -> Built:
     config = config(**options)
     tokens = torch.randint(config.vocab_size, (batch, length))
     model = getattr(transformers, name)(config)
-    return (
-        model,
-        {"input_ids": tokens},
-        lambda output: F.cross_entropy(
-            output.logits.flatten(0, 1).float(), tokens.to(output.logits.device).flatten()
-        ),
-    )
+    return model, {"input_ids": tokens}, lambda output: F.cross_entropy(
+        output.logits.flatten(0, 1).float(), tokens.flatten())  # fmt: skip
 
 
 def decoder(
@@ -83,12 +77,7 @@ def timm_model(name: str, batch: int = 64) -> Built:
 
 def _class_loss(batch: int, logits: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
     labels = torch.randint(1000, (batch,))
-
-    def loss(output: Any) -> torch.Tensor:
-        scores = logits(output)
-        return F.cross_entropy(scores.float(), labels.to(scores.device))
-
-    return loss
+    return lambda output: F.cross_entropy(logits(output).float(), labels)
 
 
 # ---- Diffusion transformers.
@@ -97,30 +86,25 @@ def _class_loss(batch: int, logits: Callable[[Any], torch.Tensor]) -> Callable[[
 def squared_error(*shape: int) -> Callable[[Any], torch.Tensor]:
     """The mean squared error of the model's first output against noise, as a training loss."""
     noise = torch.randn(shape)
-
-    def loss(output: Any) -> torch.Tensor:
-        sample = output if isinstance(output, torch.Tensor) else output[0]
-        return F.mse_loss(sample.float(), noise.to(sample.device))
-
-    return loss
+    return lambda output: F.mse_loss(
+        (output if isinstance(output, torch.Tensor) else output[0]).float(), noise)  # fmt: skip
 
 
 def dit(layers: int = 8, heads: int = 16, batch: int = 32, side: int = 32) -> Built:
     """DiT-XL/2: side x side latents of 4 channels, so (side / 2)^2 tokens."""
     from diffusers import DiTTransformer2DModel
 
-    with torch.device(timing.DEVICE):
-        model: Any = DiTTransformer2DModel(num_layers=layers, num_attention_heads=heads,
-                                      out_channels=8, sample_size=side)  # fmt: skip
-        for module in model.modules():  # otherwise training drops labels at random
-            if hasattr(module, "dropout_prob"):
-                module.dropout_prob = 0.0
-        inputs = {
-            "hidden_states": torch.randn(batch, 4, side, side),
-            "timestep": torch.randint(1000, (batch,)),
-            "class_labels": torch.randint(1000, (batch,)),
-        }
-        return model, inputs, squared_error(batch, 8, side, side)
+    model: Any = DiTTransformer2DModel(num_layers=layers, num_attention_heads=heads,
+                                  out_channels=8, sample_size=side)  # fmt: skip
+    for module in model.modules():  # otherwise training drops labels at random
+        if hasattr(module, "dropout_prob"):
+            module.dropout_prob = 0.0
+    inputs = {
+        "hidden_states": torch.randn(batch, 4, side, side),
+        "timestep": torch.randint(1000, (batch,)),
+        "class_labels": torch.randint(1000, (batch,)),
+    }
+    return model, inputs, squared_error(batch, 8, side, side)
 
 
 def sd3(
@@ -130,19 +114,18 @@ def sd3(
     """Stable Diffusion 3.5 large: (side / 2)^2 tokens of the image beside those of the text."""
     from diffusers import SD3Transformer2DModel
 
-    with torch.device(timing.DEVICE):
-        model = SD3Transformer2DModel(
-            sample_size=side, num_layers=layers, num_attention_heads=heads,
-            caption_projection_dim=64 * heads, joint_attention_dim=text,
-            pos_embed_max_size=max(192, side), qk_norm="rms_norm",
-        )  # fmt: skip
-        inputs = {
-            "hidden_states": torch.randn(batch, 16, side, side),
-            "encoder_hidden_states": torch.randn(batch, words, text),
-            "pooled_projections": torch.randn(batch, 2048),
-            "timestep": torch.randint(1000, (batch,)),
-        }
-        return model, inputs, squared_error(batch, 16, side, side)
+    model = SD3Transformer2DModel(
+        sample_size=side, num_layers=layers, num_attention_heads=heads,
+        caption_projection_dim=64 * heads, joint_attention_dim=text,
+        pos_embed_max_size=max(192, side), qk_norm="rms_norm",
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": torch.randn(batch, 16, side, side),
+        "encoder_hidden_states": torch.randn(batch, words, text),
+        "pooled_projections": torch.randn(batch, 2048),
+        "timestep": torch.randint(1000, (batch,)),
+    }
+    return model, inputs, squared_error(batch, 16, side, side)
 
 
 def flux(
@@ -152,23 +135,22 @@ def flux(
     """Flux: side^2 tokens of the image beside those of the text, one sample."""
     from diffusers import FluxTransformer2DModel
 
-    with torch.device(timing.DEVICE):
-        model = FluxTransformer2DModel(
-            num_layers=layers, num_single_layers=single_layers, num_attention_heads=heads,
-            joint_attention_dim=text, guidance_embeds=True,
-        )  # fmt: skip
-        places = torch.arange(side, dtype=torch.float32)
-        grid = torch.cartesian_prod(places, places)
-        inputs = {
-            "hidden_states": torch.randn(1, side * side, 64),
-            "encoder_hidden_states": torch.randn(1, words, text),
-            "pooled_projections": torch.randn(1, 768),
-            "timestep": torch.rand(1),
-            "guidance": torch.full((1,), 3.5),
-            "img_ids": F.pad(grid, (1, 0)),
-            "txt_ids": torch.zeros(words, 3),
-        }
-        return model, inputs, squared_error(1, side * side, 64)
+    model = FluxTransformer2DModel(
+        num_layers=layers, num_single_layers=single_layers, num_attention_heads=heads,
+        joint_attention_dim=text, guidance_embeds=True,
+    )  # fmt: skip
+    places = torch.arange(side, dtype=torch.float32)
+    grid = torch.cartesian_prod(places, places)
+    inputs = {
+        "hidden_states": torch.randn(1, side * side, 64),
+        "encoder_hidden_states": torch.randn(1, words, text),
+        "pooled_projections": torch.randn(1, 768),
+        "timestep": torch.rand(1),
+        "guidance": torch.full((1,), 3.5),
+        "img_ids": F.pad(grid, (1, 0)),
+        "txt_ids": torch.zeros(words, 3),
+    }
+    return model, inputs, squared_error(1, side * side, 64)
 
 
 def wan(
@@ -178,15 +160,14 @@ def wan(
     """Wan 2.1 1.3B: frames x height / 2 x width / 2 tokens (5 seconds of 480p), one sample."""
     from diffusers import WanTransformer3DModel
 
-    with torch.device(timing.DEVICE):
-        model = WanTransformer3DModel(num_layers=layers, num_attention_heads=heads,
-                                      ffn_dim=hidden, text_dim=text)  # fmt: skip
-        inputs = {
-            "hidden_states": torch.randn(1, 16, frames, height, width),
-            "timestep": torch.randint(1000, (1,)),
-            "encoder_hidden_states": torch.randn(1, words, text),
-        }
-        return model, inputs, squared_error(1, 16, frames, height, width)
+    model = WanTransformer3DModel(num_layers=layers, num_attention_heads=heads,
+                                  ffn_dim=hidden, text_dim=text)  # fmt: skip
+    inputs = {
+        "hidden_states": torch.randn(1, 16, frames, height, width),
+        "timestep": torch.randint(1000, (1,)),
+        "encoder_hidden_states": torch.randn(1, words, text),
+    }
+    return model, inputs, squared_error(1, 16, frames, height, width)
 
 
 # ---- Group norms: the VAE of SD3 and Flux, SDXL's UNet, nnU-Net (Isensee et al., 2021).
@@ -217,12 +198,9 @@ def vae(
     decodes: bool, side: int = 1024, widths: tuple[int, ...] = (128, 256, 512, 512),
     groups: int = 32,
 ) -> Built:  # fmt: skip
-    with torch.device(timing.DEVICE):
-        image, small = (1, 3, side, side), side // 2 ** (len(widths) - 1)
-        shape, result = (
-            ((1, 16, small, small), image) if decodes else (image, (1, 16, small, small))
-        )
-        return Vae(decodes, widths, groups), {"x": torch.randn(shape)}, squared_error(*result)
+    image, small = (1, 3, side, side), side // 2 ** (len(widths) - 1)
+    shape, result = ((1, 16, small, small), image) if decodes else (image, (1, 16, small, small))
+    return Vae(decodes, widths, groups), {"x": torch.randn(shape)}, squared_error(*result)
 
 
 class Sdxl(nn.Module):
@@ -250,19 +228,18 @@ def sdxl(
     ids: int = 256, widths: tuple[int, ...] = (320, 640, 1280),
     layers: tuple[int, ...] = (1, 2, 4), heads: tuple[int, ...] = (5, 10, 20), groups: int = 32,
 ) -> Built:  # fmt: skip
-    with torch.device(timing.DEVICE):
-        model = Sdxl(
-            block_out_channels=widths, transformer_layers_per_block=layers, norm_num_groups=groups,
-            attention_head_dim=heads, cross_attention_dim=text, addition_time_embed_dim=ids,
-            projection_class_embeddings_input_dim=6 * ids + pooled,
-        ).to(torch.bfloat16)  # fmt: skip
-        inputs = {
-            "x": torch.randn(batch, 4, side, side),
-            "text": torch.randn(batch, words, text),
-            "pooled": torch.randn(batch, pooled),
-            "ids": torch.rand(batch, 6),
-        }
-        return model, inputs, squared_error(batch, 4, side, side)
+    model = Sdxl(
+        block_out_channels=widths, transformer_layers_per_block=layers, norm_num_groups=groups,
+        attention_head_dim=heads, cross_attention_dim=text, addition_time_embed_dim=ids,
+        projection_class_embeddings_input_dim=6 * ids + pooled,
+    ).to(torch.bfloat16)  # fmt: skip
+    inputs = {
+        "x": torch.randn(batch, 4, side, side),
+        "text": torch.randn(batch, words, text),
+        "pooled": torch.randn(batch, pooled),
+        "ids": torch.rand(batch, 6),
+    }
+    return model, inputs, squared_error(batch, 4, side, side)
 
 
 def _nnunet_block(before: int, after: int, stride: int = 1) -> nn.Sequential:
@@ -300,9 +277,8 @@ class NnUnet(nn.Module):
 def nnunet(
     batch: int = 2, side: int = 128, widths: tuple[int, ...] = (32, 64, 128, 256, 320, 320),
 ) -> Built:  # fmt: skip
-    with torch.device(timing.DEVICE):
-        inputs = {"x": torch.randn(batch, 1, side, side, side)}
-        return NnUnet(widths, 3), inputs, squared_error(batch, 3, side, side, side)
+    inputs = {"x": torch.randn(batch, 1, side, side, side)}
+    return NnUnet(widths, 3), inputs, squared_error(batch, 3, side, side, side)
 
 
 # ---- Norms over the channels of NCHW: NAFNet (Chen et al., 2022), torchvision's ConvNeXt.
@@ -336,17 +312,15 @@ class NafBlocks(nn.Sequential):
 
 
 def nafnet(layers: int = 4, size: tuple[int, int, int, int] = (8, 64, 256, 256)) -> Built:
-    with torch.device(timing.DEVICE):
-        model = NafBlocks(*(NafBlock(size[1]) for _ in range(layers)))
-        return model, {"x": torch.randn(size)}, squared_error(*size)
+    model = NafBlocks(*(NafBlock(size[1]) for _ in range(layers)))
+    return model, {"x": torch.randn(size)}, squared_error(*size)
 
 
 def torchvision_convnext(batch: int = 64) -> Built:
     from torchvision.models import convnext_tiny
 
-    with torch.device(timing.DEVICE):
-        model = convnext_tiny(stochastic_depth_prob=0.0)  # losses can be compared
-        return model, {"x": torch.randn(batch, 3, 224, 224)}, squared_error(batch, 1000)
+    model = convnext_tiny(stochastic_depth_prob=0.0)  # losses can be compared
+    return model, {"x": torch.randn(batch, 3, 224, 224)}, squared_error(batch, 1000)
 
 
 # ---- The table.

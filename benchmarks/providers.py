@@ -100,25 +100,6 @@ def _liger(file: str, name: str) -> Any:
     return _of(f"liger_kernel.ops.{file}", f"Liger{name}Function")
 
 
-_apex = functools.partial(_of, "apex.normalization.fused_layer_norm")
-_quack = functools.partial(_of, "quack.rmsnorm")
-
-
-class _QuackLayerNorm(torch.autograd.Function):
-    """QuACK has LayerNorm's forward and backward, but no autograd for them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        y, rstd, mean = _quack("layernorm_fwd")(x, weight, bias, EPS, True, True)
-        ctx.save_for_backward(x, weight, rstd, mean)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight, rstd, mean = ctx.saved_tensors
-        return _quack("layernorm_bwd")(x, weight, dy, rstd, mean)
-
-
 def _shape(t: Tensors) -> tuple[int, ...]:
     return tuple(t["weight"].shape)
 
@@ -126,19 +107,16 @@ def _shape(t: Tensors) -> tuple[int, ...]:
 class Peer(NamedTuple):
     """Another package's norms: its module, its package, and a function for each family it has.
 
-    Those of `forward_only` have no backward. Peers take no mixture of dtypes.
+    Peers take no mixture of dtypes.
     """
 
     module: str
     package: str
     functions: dict[str, Function]
-    forward_only: bool = False
 
     def calls(self, case: Case, inputs: Sequence[Tensors]) -> list[Call] | None:
         function = self.functions.get(case.family.name)
-        if function is None or case.mixed or (case.backward and self.forward_only):
-            return None
-        return calls_of(function, case, inputs)
+        return None if function is None or case.mixed else calls_of(function, case, inputs)
 
 
 PEERS = {
@@ -150,29 +128,11 @@ PEERS = {
         "add_rms_": lambda t: _liger("fused_add_rms_norm", "FusedAddRMSNorm")(
             t["x"], t["residual"], t["weight"], EPS, 0.0, "llama", False),
     }),
-    "apex": Peer("fused_layer_norm_cuda", "apex", {
-        "": lambda t: _apex("FusedLayerNormAffineFunction")(
-            t["x"], t["weight"], t["bias"], _shape(t), EPS),
-        "rms_": lambda t: _apex("FusedRMSNormAffineFunction")(t["x"], t["weight"], _shape(t), EPS),
-    }),
-    "quack": Peer("quack.rmsnorm", "quack-kernels", {
-        "": lambda t: _QuackLayerNorm.apply(t["x"], t["weight"].float(), t["bias"].float()),
-        "rms_": lambda t: _quack("rmsnorm")(t["x"], t["weight"], eps=EPS),
-        "add_rms_": lambda t: _quack("rmsnorm")(
-            t["x"], t["weight"], residual=t["residual"], eps=EPS, prenorm=True),
-    }),
     "cudnn": Peer("cudnn.ops.norm.layernorm", "nvidia-cudnn-frontend", {
         "": lambda t: _of("cudnn.ops.norm.layernorm", "layer_norm")(
             t["x"], _shape(t), t["weight"], t["bias"], EPS),
         "rms_": lambda t: _of("cudnn.ops.norm.rmsnorm", "rms_norm")(t["x"], t["weight"], None, EPS),
     }),
-    "flashinfer": Peer("flashinfer.norm", "flashinfer-python", {
-        "rms_": lambda t: _of("flashinfer.norm", "rmsnorm")(t["x"], t["weight"], EPS),
-    }, forward_only=True),
-    "vllm": Peer("vllm._custom_ops", "vllm", {
-        "rms_": lambda t: _of("vllm._custom_ops", "rms_norm")(
-            torch.empty_like(t["x"]), t["x"], t["weight"], EPS),
-    }, forward_only=True),
 }  # fmt: skip
 
 PROVIDERS: dict[str, Provider] = {

@@ -60,8 +60,7 @@ README_STEPS = (
     ("diffusers VAE decoding", "inference"),
 )  # fmt: skip
 OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; other times are peers'
-OTHERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN", "quack": "QuACK",
-          "liger": "Liger", "apex": "Apex", "flashinfer": "FlashInfer", "vllm": "vLLM",
+OTHERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN", "liger": "Liger",
           "llama": "transformers' Llama class"}  # fmt: skip
 
 

@@ -15,17 +15,18 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from benchmarks import overhead, providers, report, results, timing
-from benchmarks.cases import CASES, OPS, Case, parse_case
+from benchmarks.cases import CASES, OPS, Case
 from benchmarks.ours import make_inputs, require_kernels, time_calls
 from benchmarks.timing import sentence
 
@@ -57,37 +58,21 @@ def configure_compile() -> None:
 def precompile(cases: list[Case], jobs: int, seconds: float) -> None:
     """Fills torch.compile's cache on disk from several processes, only to make the run faster."""
     say(f"compiling {len(cases)} functions in {jobs} processes")
-    arguments = [sys.executable, "-m", "benchmarks.run", "--precompile"]
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    helpers = [
-        subprocess.Popen(
-            [*arguments, ",".join(case.text for case in cases[job::jobs])],
-            cwd=results.ROOT,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-        )
-        for job in range(min(jobs, len(cases)))
-    ]
-    deadline = time.monotonic() + seconds
-    for helper in helpers:
-        try:
-            helper.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            helper.kill()
-            helper.wait()
+    spawn = multiprocessing.get_context("spawn")
+    with (mock.patch.dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1"),
+          spawn.Pool(min(jobs, len(cases)), configure_compile) as pool):  # fmt: skip
+        pool.map_async(precompile_case, cases, chunksize=1).wait(seconds)
 
 
 @torch.no_grad()
-def precompile_cases(cases: list[Case]) -> None:
-    """Runs in a helper process: compiles each case and calls it once."""
-    configure_compile()
-    for case in cases:
-        try:
-            for call in providers.compile_calls(case, make_inputs(case, limit=1)):
-                call()
-        except Exception as problem:  # the run itself will meet it and report it
-            print(f"{case.name}: {type(problem).__name__}", file=sys.stderr)
-        torch.cuda.empty_cache()
+def precompile_case(case: Case) -> None:
+    """Runs in a helper process: compiles a case and calls it once."""
+    try:
+        for call in providers.compile_calls(case, make_inputs(case, limit=1)):
+            call()
+    except Exception as problem:  # the run itself will meet it and report it
+        print(f"{case.name}: {type(problem).__name__}", file=sys.stderr)
+    torch.cuda.empty_cache()
 
 
 def time_case(case: Case, name: str, seconds: float) -> float | None:
@@ -152,12 +137,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1),
                         help="processes that compile ahead; 0 for none")  # fmt: skip
     parser.add_argument("--output", type=Path, help="the results file")
-    parser.add_argument("--precompile", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
 
-    if arguments.precompile:
-        precompile_cases([parse_case(text) for text in arguments.precompile.split(",")])
-        return
     built = require_kernels()
     known, problems = providers.available()
     names = known

@@ -118,12 +118,12 @@ def expanded(options: str) -> Iterator[str]:
         yield " ".join(filter(None, words))
 
 
-def plan_under(options: str | None, case: Case, device: dict[str, int] | None = None) -> Plan:
+def plan_under(options: str | None, case: Case) -> Plan:
     """The plan of a case under these options, on this device or, without one, on an H100; raises
     ValueError if there is none."""
     torch.ops.fused_layernorm._force(options)
     try:
-        return plan_of(case, device or current_device())
+        return plan_of(case, current_device())
     finally:
         torch.ops.fused_layernorm._force(None)
 

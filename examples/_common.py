@@ -51,8 +51,7 @@ def milliseconds(call: Callable[[], Any], where: torch.device, repeats: int = 20
     times = []
     for repeat in range(repeats + 2):  # two to warm up
         if where.type == "cuda":
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()
             end.record()

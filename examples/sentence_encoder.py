@@ -110,15 +110,10 @@ def run(where: torch.device) -> dict[str, Any]:
 
     new_sentences, new_questions = embed(model, library), embed(model, asked)
     after_ms = milliseconds(lambda: embed(model, library), where, repeats)
-    return {
-        "stock": stock,
-        "swapped": swapped,
-        "difference": float((new_sentences - sentences).abs().max()),
-        "before": before,
-        "after": nearest(new_sentences, new_questions),
-        "before_ms": before_ms,
-        "after_ms": after_ms,
-    }
+    after = nearest(new_sentences, new_questions)
+    difference = float((new_sentences - sentences).abs().max())
+    return {"stock": stock, "swapped": swapped, "difference": difference, "before": before,
+            "after": after, "before_ms": before_ms, "after_ms": after_ms}  # fmt: skip
 
 
 def main() -> None:

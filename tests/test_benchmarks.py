@@ -118,7 +118,7 @@ def test_all_providers_compute_the_same(text, on_cpu, monkeypatch):
 
 
 def test_peers_that_are_missing_or_broken_are_named(monkeypatch):
-    """And a peer computes the families that it has, forward alone where it has no backward."""
+    """And a peer computes the families that it has."""
     norm = families.FAMILIES["rms_"]
     known = {"llama": providers.PEERS["llama"],
              "gone": providers.Peer("no_such_module", "no-such-package", {}),
@@ -131,12 +131,11 @@ def test_peers_that_are_missing_or_broken_are_named(monkeypatch):
     assert names == ["ours", "llama"]
     assert problems[0] == "gone: no-such-package is not installed"
     assert problems[1].startswith("broken: torch does not import: No module named 'torch.no_such")
-    only = providers.Peer("torch", "torch", {norm.name: lambda t: t["x"]}, forward_only=True)
+    only = providers.Peer("torch", "torch", {norm.name: lambda t: t["x"]})
     case = parse_case("6x20 float32 rms_forward")
     one = {"x": torch.ones(6, 20)}
     assert only.calls(case, [one])[0]() is one["x"]  # type: ignore[index]
-    for text in ("rms_backward", "forward"):
-        assert only.calls(parse_case(f"6x20 float32 {text}"), [one]) is None
+    assert only.calls(parse_case("6x20 float32 forward"), [one]) is None
     assert only.calls(replace(case, out_dtype="float16"), [one]) is None
 
 
@@ -223,6 +222,37 @@ def test_compare_shows_the_worst_first(on_cpu):
     shown = compare.text(made, 1).splitlines()
     assert shown[1].split()[:2] == ["backward", "8x8"]
     assert shown[2] == ""
+
+
+class CalledGraph:
+    """timing.Graph without a GPU: the calls' outputs, and their number as the time."""
+
+    def __init__(self, calls, count):
+        self.outputs = [call() for call in calls]
+        self.us = 1.0 * count
+
+    def time(self, *arguments):
+        return self.us
+
+    def free(self):
+        self.outputs = []
+
+
+@pytest.mark.parametrize(
+    "op", ["rms_forward", "backward", "group_nhwc_backward", "qk_norm_forward"]
+)
+def test_compare_measures_bits_and_eager(op, on_cpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(timing, "Graph", CalledGraph)
+    case = parse_case(f"{SIZES[families.family_of(op).layout]} bfloat16 {op}")
+    sides = [compare.Side(label) for label in ("old", "new", "eager")]
+    made = compare.compare([compare.Job(case)], sides, 60)
+    (row,) = made["rows"]
+    assert (row["ratio"], row["same_bits"], row["slower"]) == (1.0, True, False)
+    assert row["old_us"] == row["eager_us"] > 0
+    results.write(tmp_path / "compare.json", made)
+    assert results.read(tmp_path / "compare.json") == made
+    monkeypatch.setattr(compare.Side, "bits", lambda self: [torch.tensor(id(self))])
+    assert not compare.measure(compare.Job(case), sides, 1)["same_bits"]
 
 
 def test_compare_takes_a_part_of_the_list():

@@ -36,6 +36,16 @@ def test_kernelbench_notices_a_wrong_output(monkeypatch):
         kernelbench.main()
 
 
+def test_the_demo_runs_every_example():
+    import demo
+
+    others = {path.stem for path in EXAMPLES.glob("*.py")} - {"_common", "demo"}
+    assert {*demo.EXAMPLES} == others
+    assert all(callable(importlib.import_module(name).main) for name in others)
+    with pytest.raises(SystemExit, match="no example 'none'"):
+        demo.main(["none"])
+
+
 @pytest.mark.parametrize("name", ["attention", "diffusion_transformer"])
 def test_claims(name, capsys):
     importlib.import_module(name).main()
