@@ -83,20 +83,6 @@ def test_bits_of_every_kernel(poison, problem):
     check_bits(problem, "cuda", poison)
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [
-        *(Problem((200, cols), dtype)
-          for cols in (3, 257, 1024, 8191, 40_000) for dtype in (F32, BF16)),
-        *(modulated((5, 4, cols), kind, gated=gated) for cols, kind, gated in covering(
-            (3, 64, 1152, 8193), ("all", "sample", "token"), (False, True))),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_bits_of_rows_on_the_cpu(poison, problem):
-    check_bits(problem, "cpu", poison)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "problem",
