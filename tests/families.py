@@ -394,7 +394,7 @@ SMALL: list[Any] = [
     Problem((9, 64)),
     Problem((5, 3, 257), BF16, F32, activation="gelu", scale=0.5),
     Problem((40, 1000), BF16, statistic="rms", weight_offset=1.0, affine="weight"),
-    Problem((200, 8191)), Problem((30, 40_000), BF16),
+    Problem((50, 8191)), Problem((30, 40_000), BF16),
     Problem((9, 1024), BF16, residual_dtype=F32, activation="silu"),
     modulated((3, 7, 64)), modulated((3, 7, 96), "token", dtypes=(BF16, BF16, F32, None)),
     modulated((3, 7, 64), gated=True, dtypes=(BF16, F32, BF16, F32)),
