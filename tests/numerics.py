@@ -160,7 +160,7 @@ class Call:
     mean: float = 0.0
     eps: float = EPS
     weight_offset: float = 0.0
-    rounds: bool = False  # round_before_weight
+    rounds: bool = False  # round_before_weight, which check() judges of heads alone
     layout: str = "contiguous"  # of x and dy, or any other of LAYOUTS
     dy_layout: str | None = None  # by default layout
     forced: tuple[str | None, str | None] = (None, None)  # the strategies of the two directions

@@ -57,9 +57,7 @@ def test_forms(call, device):
 # ---- counts the elements of a group.
 
 
-@pytest.mark.parametrize(
-    ("call", "strategies"), [of for of in GROUP_KERNELS if of[0].dtype != F64], ids=str
-)
+@pytest.mark.parametrize(("call", "strategies"), GROUP_KERNELS, ids=str)
 def test_the_strategies_of_the_kernels(call, strategies):
     positions = math.prod(call.shape[2:])
     for backward, strategy in enumerate(strategies.split()):
@@ -73,7 +71,15 @@ def test_the_strategies_of_the_kernels(call, strategies):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("call", [call for call, _ in GROUP_KERNELS], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(call for call, _ in GROUP_KERNELS),
+        of((2, 64, 64, 64), 4, (F64, None), activation="gelu"), of((2, 6, 30, 33), 3, (F64, None)),
+        of((1, 1280, 32, 32), 32, (F64, None), layout="channels_last", modulation="both"),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_kernels(call):
     check(call, "cuda")
 

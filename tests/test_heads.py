@@ -109,15 +109,13 @@ def test_q_without_heads(device):
     torch.testing.assert_close(found["k_out"], norm_rope(t.k, t.k_weight, t.cos, t.sin, 1e-6))
 
 
-def test_nan_and_inf_stay_in_their_row_and_outside_the_rotation(device):
+def test_inf_stays_outside_the_rotation(device):
     x = torch.randn(1, 4, 2, 32, device=device)
     x[0, 1, 0, 20] = float("inf")
     angle = torch.randn(4, 8, device=device)
     y = norm_rope(x, None, angle.cos(), angle.sin(), statistic=None, rotary_dim=16)
     assert y.isinf().sum() == 1
     assert not y.isnan().any()
-    y = norm_rope(x, None, angle.cos(), angle.sin(), rotary_dim=16)
-    assert y.isnan().any(-1).sum() == 1
 
 
 def test_one_result_alone_has_a_gradient(device):

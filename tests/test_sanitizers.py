@@ -170,8 +170,12 @@ def named():
 @pytest.mark.parametrize("problem", named())
 def test_every_kernel(problem):
     """The results are judged by the other tests."""
-    if "ring" in str(problem.forced) and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("the device has no rings")
     is_forward = isinstance(problem, Gated) and problem.rounds
-    numerics.ours(numerics.make(problem, "cuda"), backward=not is_forward)
+    t = numerics.make(problem, "cuda")
+    try:
+        numerics.ours(t, backward=not is_forward)
+    except ValueError as error:  # chips before Hopper have no rings
+        if "cannot run" not in str(error):
+            raise
+        pytest.skip(str(error))
     torch.cuda.synchronize()
