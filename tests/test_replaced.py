@@ -290,11 +290,6 @@ def test_two_threads_that_swap_and_unswap_one_model(cls):
     assert all({*vars(module)} == attributes for module in model)
 
 
-def test_a_module_that_another_thread_has_unswapped_has_no_kind():
-    """A swap asks for the kind of a module that was fused a moment ago."""
-    assert registry.kind_of(GemmaHere(D)) == ""
-
-
 def test_classes_are_not_kept(tmp_path, monkeypatch):
     """Of a model that is gone, nothing here keeps the classes, those made for the swap included."""
     file = tmp_path / "of_another_model.py"
@@ -304,7 +299,6 @@ def test_classes_are_not_kept(tmp_path, monkeypatch):
     module, x = swap(loaded(D)), torch.randn(4, D)
     assert is_fused(module)
     results(module, x)
-    fused_layernorm.layers.RMSNorm.forward(module, x)
     gone = [weakref.ref(one) for one in (loaded, type(module), loaded.forward)]
     del module, loaded, sys.modules[file.stem]
     gc.collect()  # the class that was made

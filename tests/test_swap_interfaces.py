@@ -186,6 +186,12 @@ def file(tmp_path, monkeypatch):
     del sys.modules["of_somebody"]
 
 
+def test_a_subclass_that_somebody_derives_is_still_told_of(file):
+    new = beside(file.Block())
+    type("Theirs", (type(new),), {})
+    assert file.ran[-1] == "Theirs"
+
+
 def test_a_swap_runs_no_decorator_default_or_hook_of_a_class(file):
     stock, x = file.Block(), torch.randn(2, 8, 4, 4)
     ran = [*file.ran]
