@@ -290,7 +290,8 @@ def _is_derived(cls: type) -> bool:
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Gives the module this class in the place of its plain one."""
-    module.__class__ = _derived_as(type(module), cls)
+    # Not by setattr, which a class may have of its own.
+    object.__setattr__(module, "__class__", _derived_as(type(module), cls))
 
 
 def unmark(module: nn.Module) -> None:
