@@ -332,6 +332,10 @@ PLAIN: dict[type[nn.Module], tuple[type[nn.Module], str, Any]] = {
 }
 
 
+_KINDS = {cls: kind for cls, (_, kind, _) in PLAIN.items()}
+_KINDS |= dict.fromkeys(stock.InstanceNorms, "group")
+
+
 def is_fused(module: nn.Module) -> bool:
     """Whether a call of the module runs the fused forward, by construction or by a swap.
 
@@ -350,8 +354,8 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def kind_of(cls: Any) -> str:
-    """The kind of a fused module's class; nothing for any other."""
+    """The kind of norm of a swapped class, of PyTorch's classes and of their subclasses, or ""."""
     known: Known | None = getattr(cls, "_known", None)
     if known is not None:
         return known.kind
-    return next((kind for base, (_, kind, _) in PLAIN.items() if issubclass(cls, base)), "")
+    return next((kind for base, kind in _KINDS.items() if issubclass(cls, base)), "")

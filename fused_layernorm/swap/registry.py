@@ -18,7 +18,16 @@ from torch import nn
 
 from .. import stock
 from . import channels, forwards, groups, liger, rms, source, table
-from .classes import PLAIN, REGISTERED, Forward, Known, made_class, plain_class, swapped_from
+from .classes import (
+    PLAIN,
+    REGISTERED,
+    Forward,
+    Known,
+    kind_of,
+    made_class,
+    plain_class,
+    swapped_from,
+)
 from .classes import is_fused as is_fused  # the package takes it from here
 from .source import Part, Source
 
@@ -67,12 +76,6 @@ def register(cls: type[nn.Module], make: Make) -> None:
     _registered[cls] = make, cls.forward
 
 
-def _kind_of_registered(cls: type) -> str:
-    return next(
-        (of.kind for base, (of, _) in _OF_PYTORCH.items() if issubclass(cls, base)), REGISTERED
-    )
-
-
 class Found(NamedTuple):
     """What a module is, if it may be swapped or belongs in the log."""
 
@@ -95,29 +98,41 @@ def find(module: nn.Module, read: Callable[[type], Source | None] = source.read)
         return _of_instance(module, own, cls, read)
     if cls in _registered:
         make, forward = _registered[cls]
-        kind = _kind_of_registered(cls)
+        kind = kind_of(cls) or REGISTERED
         if cls.forward is not forward:
             return Found(kind, reason="its forward was replaced since it was registered")
         return Found(kind, make=make, parts=(Part(cls, "forward", forward),))
     if cls in _OF_PYTORCH:
-        known, forward = _OF_PYTORCH[cls]
-        if known.forward is groups.instance_norm and groups.has_running_statistics(module):
-            return Found(known.kind, reason="it has running statistics")
-        if cls.forward is forward:
-            return Found(known.kind, known, parts=(Part(cls, "forward", forward),))
-        return Found(known.kind, reason="its forward was replaced")
+        kind = _OF_PYTORCH[cls][0].kind
+        if issubclass(cls, stock.InstanceNorms) and groups.has_running_statistics(module):
+            return Found(kind, reason="it has running statistics")
+        if cls.forward is not _OF_PYTORCH[cls][1]:
+            return Found(kind, reason="its forward was replaced")
     by_class = _BY_CLASS.get((cls.__module__, cls.__qualname__))
     if by_class is None and not _may_be_norm(module, cls):
         return None
-    found = read(cls)
-    known_of_cls = None if found is None else (by_class or _BY_SOURCE).get(found.digest)
-    if known_of_cls is not None and found is not None:
-        return Found(known_of_cls.kind, known_of_cls, parts=found.parts)
+    known, parts = _read(cls, read)
+    if known is not None:
+        return Found(known.kind, known, parts=parts)
     kind_by_name = _kind_by_name(module, cls, by_class)
     if kind_by_name is None:
         return None
     unknown = "the source of its forward is not one that fused_layernorm knows"
     return Found(kind_by_name, reason=unknown if by_class else "its class is not known")
+
+
+def _read(
+    cls: type[nn.Module], read: Callable[[type], Source | None]
+) -> tuple[Known | None, tuple[Part, ...]]:
+    """What the source of a class's forward says that it is, and what was read."""
+    if cls in _OF_PYTORCH:
+        known, forward = _OF_PYTORCH[cls]
+        return known, (Part(cls, "forward", forward),)
+    found = read(cls)
+    if found is None:
+        return None, ()
+    sources = _BY_CLASS.get((cls.__module__, cls.__qualname__), _BY_SOURCE)
+    return sources.get(found.digest), found.parts
 
 
 def _may_be_norm(module: nn.Module, cls: type) -> bool:
@@ -131,9 +146,8 @@ def _may_be_norm(module: nn.Module, cls: type) -> bool:
 def _kind_by_name(module: nn.Module, cls: type, by_class: Sources | None) -> str | None:
     if by_class:
         return next(iter(by_class.values())).kind
-    for of_pytorch, (known, _) in _OF_PYTORCH.items():
-        if isinstance(module, of_pytorch):
-            return known.kind
+    if kind := kind_of(cls):
+        return kind
     name = cls.__name__.lower().replace("_", "")
     if "groupnorm" in name or "instancenorm" in name:
         return "group"
@@ -151,7 +165,7 @@ def _of_instance(
             return Found(known.kind, known, own=function)
     kind = _kind_by_name(module, cls, _BY_CLASS.get((cls.__module__, cls.__qualname__)))
     if kind is None and cls in _registered:
-        kind = _kind_of_registered(cls)
+        kind = kind_of(cls) or REGISTERED
     return None if kind is None else Found(kind, reason="the module has a forward of its own")
 
 
@@ -204,12 +218,7 @@ def _unpickled(
         known = _of_liger(own, source.read)
     elif forward is not None:
         known, parts = Known(kind, forward), (Part(cls, "forward", cls.forward),)
-    elif cls in _OF_PYTORCH:
-        known, parts = _OF_PYTORCH[cls][0], (Part(cls, "forward", _OF_PYTORCH[cls][1]),)
     else:
-        found = source.read(cls)
-        sources = _BY_CLASS.get((cls.__module__, cls.__qualname__), _BY_SOURCE)
-        known = None if found is None else sources.get(found.digest)
-        parts = () if found is None else found.parts
+        known, parts = _read(cls, source.read)
     made = cls if known is None else class_of(cls, known, parts, own)
     return made.__new__(made)
