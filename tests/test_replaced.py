@@ -290,11 +290,6 @@ def test_two_threads_that_swap_and_unswap_one_model(cls):
     assert all({*vars(module)} == attributes for module in model)
 
 
-def test_a_module_that_another_thread_has_unswapped_has_no_kind():
-    """A swap asks for the kind of a module that was fused a moment ago."""
-    assert registry.kind_of(GemmaHere(D)) == ""
-
-
 def test_classes_are_not_kept(tmp_path, monkeypatch):
     """Of a model that is gone, nothing here keeps the classes, those made for the swap included."""
     file = tmp_path / "of_another_model.py"

@@ -147,9 +147,19 @@ def default():
     return 2.0
 
 
-class Quiet(nn.Module):
+class Meta(type):
+    def __init__(cls, *args):
+        ran.append("metaclass")
+        super().__init__(*args)
+
+
+class Quiet(nn.Module, metaclass=Meta):
     def __init_subclass__(cls):
         ran.append(cls.__name__)
+
+    def __setattr__(self, name, value):
+        ran.append(name)
+        super().__setattr__(name, value)
 
     def __init__(self):
         super().__init__()
@@ -186,10 +196,17 @@ def file(tmp_path, monkeypatch):
     del sys.modules["of_somebody"]
 
 
+def test_a_subclass_that_somebody_derives_is_still_told_of(file):
+    new = beside(file.Block())
+    type(type(new))("Theirs", (type(new),), {})
+    assert file.ran[-2:] == ["Theirs", "metaclass"]
+
+
 def test_a_swap_runs_no_decorator_default_or_hook_of_a_class(file):
     stock, x = file.Block(), torch.randn(2, 8, 4, 4)
+    new = copy.deepcopy(stock)
     ran = [*file.ran]
-    new = beside(stock)
+    swap_norms(new, neighbours=True)
     assert file.ran == ran
     assert is_fused(new)
     assert_same(new(x), stock(x))

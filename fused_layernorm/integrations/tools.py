@@ -20,7 +20,7 @@ from torch import nn
 from ..modules import is_bare
 from ..ops.load import NAMESPACE
 from ..ops.operators import LAYER_NORM
-from ..swap import classes, registry
+from ..swap import classes
 from .after_import import after_import
 
 # ---- Tables by class.
@@ -33,7 +33,7 @@ class _Quantized:
         self.of_pytorch = of_pytorch
 
     def from_float(self, module: Any, **options: Any) -> Any:
-        computes_more = type(module) in registry.OURS and not is_bare(module)
+        computes_more = type(module) in classes.OURS and not is_bare(module)
         return module if computes_more else self.of_pytorch.from_float(module, **options)
 
 
@@ -58,7 +58,8 @@ def _enter(tool: str, stock: type[nn.Module], ours: type[nn.Module]) -> None:
 
 
 def _fill(tool: str) -> None:
-    for stock, ours in (*registry.PLAIN.items(), *classes.made_classes()):
+    plain = ((stock, ours) for stock, (ours, *_) in classes.PLAIN.items())
+    for stock, ours in (*plain, *classes.made_classes()):
         _enter(tool, stock, ours)
 
 

@@ -23,6 +23,9 @@ from torch.nn.utils import parametrize
 from torch.overrides import has_torch_function_variadic
 
 from .. import stock
+from ..ada_modules import FusedAdaLayerNorm
+from ..groups import FusedGroupNorm
+from ..modules import FusedLayerNorm, FusedRMSNorm
 from .source import Part
 
 Forward = Callable[..., Any]
@@ -56,6 +59,7 @@ def made_class(
     cls: type[nn.Module],
     known: Known,
     parts: tuple[Part, ...],
+    again: tuple[Callable[..., nn.Module], tuple[Any, ...]],
     own: Forward | None = None,
     wrap: Callable[[Any], Forward] | None = None,
     **members: Any,
@@ -64,6 +68,8 @@ def made_class(
 
     Args:
         parts: what was read of cls, its forward first.
+        again: a function and its arguments, which give an empty module where one is unpickled, for
+            pickle cannot find the class by its name.
         own: the forward that the instance had in its place, which the swap has taken over.
         wrap: gives the class's forward; by default `_or_stock`.
         members: further attributes of the class.
@@ -79,6 +85,7 @@ def made_class(
                 "__doc__": cls.__doc__,
                 "__reduce_ex__": _reduce_ex,
                 "__repr__": _repr,
+                "_again": again,
                 "_known": known,
                 "_own": None if own is None else staticmethod(own),
                 "_parts": parts,
@@ -104,10 +111,11 @@ def made_classes() -> list[tuple[type[nn.Module], type[nn.Module]]]:
 
 
 class _Silent:
-    """Keeps from the classes behind it that there is a subclass."""
+    """Keeps from the classes behind it that a swap has made a subclass."""
 
-    def __init_subclass__(cls) -> None:
-        pass
+    def __init_subclass__(cls, **options: Any) -> None:
+        if not is_made(cls):
+            super().__init_subclass__(**options)
 
 
 def _subclass(cls: type[nn.Module], named: dict[str, Any]) -> Any:
@@ -193,25 +201,8 @@ def _repr(self: Any) -> str:
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
-    """As object.__reduce_ex__, but unpickling makes the class, which pickle cannot find by name."""
-    cls: Any = type(self)
-    if not is_made(cls):
-        return object.__reduce_ex__(self, protocol)
-    state: Any = object.__reduce_ex__(self, max(2, protocol))[2:]
-    return unpickled, (cls._swapped_from, cls._known.kind, cls._known.forward, cls._own), *state
-
-
-def unpickled(cls: type[nn.Module], kind: str, forward: Forward, own: Forward | None) -> nn.Module:
-    """An empty module of the class that another process had made, or of cls.
-
-    cls itself is known to compute something else where it is of another release of its library.
-    """
-    made = _classes.get((cls, forward, own))
-    if made is None:
-        from .registry import remade
-
-        made = remade(cls, kind, forward, own)
-    return made.__new__(made)
+    reduced: Any = object.__reduce_ex__(self, max(2, protocol))
+    return (*type(self)._again, *reduced[2:]) if is_made(type(self)) else reduced
 
 
 # ---- What a call of a module runs.
@@ -222,8 +213,12 @@ def is_as_read(cls: Any) -> bool:
     return all(part.is_as_read() for part in cls._parts)
 
 
+is_as_read._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked while it traces
+
 _modules: Any = torch.nn.modules.module
-_CALL = nn.Module.__call__ if nn.Module.__call__.__globals__ is vars(_modules) else None
+_CALL: Any = nn.Module.__call__
+if getattr(_CALL, "__globals__", None) is not vars(_modules):  # somebody has replaced it already
+    _CALL = None
 
 
 def _has_own_call(cls: type[nn.Module]) -> bool:
@@ -295,7 +290,8 @@ def _is_derived(cls: type) -> bool:
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Gives the module this class in the place of its plain one."""
-    module.__class__ = _derived_as(type(module), cls)
+    # Not by setattr, which a class may have of its own.
+    object.__setattr__(module, "__class__", _derived_as(type(module), cls))
 
 
 def unmark(module: nn.Module) -> None:
@@ -323,3 +319,43 @@ def _derived_as(derived: type, cls: type[nn.Module]) -> type[nn.Module]:
     cls = _derived_as(base, cls)
     own = {k: v for k, v in vars(derived).items() if k not in ("__dict__", "__weakref__")}
     return type(prefix + cls.__name__, (*others, cls), own)
+
+
+# ---- What is fused.
+
+OURS = (FusedLayerNorm, FusedRMSNorm, FusedGroupNorm, FusedAdaLayerNorm)
+# What a swap makes of PyTorch's classes: each sees by itself whether PyTorch's forward is its own.
+PLAIN: dict[type[nn.Module], tuple[type[nn.Module], str, Any]] = {
+    stock.LayerNorm: (FusedLayerNorm, "layer", stock.LAYER_NORM_FORWARD),
+    stock.RMSNorm: (FusedRMSNorm, "rms", stock.RMS_NORM_FORWARD),
+    stock.GroupNorm: (FusedGroupNorm, "group", stock.GROUP_NORM_FORWARD),
+}
+
+
+_KINDS = {cls: kind for cls, (_, kind, _) in PLAIN.items()}
+_KINDS |= dict.fromkeys(stock.InstanceNorms, "group")
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a call of the module runs the fused forward, by construction or by a swap.
+
+    False where it runs another: one that the instance has, or since the swap its class.
+    """
+    cls: Any = type(module)
+    if "forward" in module.__dict__:
+        return False
+    if hasattr(cls, "_swapped_from"):
+        return is_as_read(cls)
+    if not issubclass(cls, OURS):  # that of the module may have changed, in another thread
+        return False
+    if "_is_swapped" in module.__dict__:
+        return bool(cls._stock.forward is PLAIN[cls._stock][2])
+    return True
+
+
+def kind_of(cls: Any) -> str:
+    """The kind of norm of a swapped class, of PyTorch's classes and of their subclasses, or ""."""
+    known: Known | None = getattr(cls, "_known", None)
+    if known is not None:
+        return known.kind
+    return next((kind for base, kind in _KINDS.items() if issubclass(cls, base)), "")

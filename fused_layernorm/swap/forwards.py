@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forwards, on the fused kernels, that replace those of the classes in table.py.
 
-Each is written as a method of the swapped class, with the parameters of the forward that it
-replaces, of which the first may have another name. It returns None where the kernels cannot serve a
-call, or where an option of the library asks for another computation: the class's own forward then
-runs (classes._or_stock).
+Most say what the classes differ in, as arguments of `_norm`. The others are written as methods of
+the swapped class, with the parameters of the forward that they replace, of which the first may have
+another name. A forward returns None where the kernels cannot serve a call, or where an option of
+the library asks for another computation: the class's own forward then runs (classes._or_stock).
 """
 
 from __future__ import annotations
@@ -28,13 +28,6 @@ torch.fx.wrap("_float32_without_bias")
 torch.fx.wrap("_in_promoted_dtype")
 
 
-def named(module: str, name: str, forward: Any) -> Forward:
-    """A forward that a function made, under the name by which pickle finds it in this module."""
-    forward.__module__, forward.__name__, forward.__qualname__ = module, name, name
-    made: Forward = forward
-    return made
-
-
 def then_act(norm: Forward) -> Forward:
     """The forward of timm's norms that an activation follows, from that of the norm alone."""
 
@@ -42,7 +35,7 @@ def then_act(norm: Forward) -> Forward:
         y = norm(self, x)
         return None if y is None else self.act(self.drop(y))
 
-    return named(norm.__module__, f"{norm.__name__}_act", forward)
+    return forward
 
 
 def parameter(module: Any, name: str) -> Any:
@@ -135,53 +128,88 @@ def _in_promoted_dtype(
     return layer_norm(*matched(x, weight, bias), eps, out_dtype=dtype, dim=dim)
 
 
-# ---- Over the last dimensions.
+# ---- The forwards.
+
+_CHANNELS, _CHANNELS_1D = (0, 2, 3, 1), (0, 2, 1)
 
 
-def last_dims(self: Any, input: Tensor) -> Tensor:
-    weight, bias = parameter(self, "weight"), parameter(self, "bias")
-    return layer_norm(input, weight, bias, self.eps, normalized_shape=self.normalized_shape)
+def _norm(
+    eps: str | float = "eps",
+    dtype: str = "",
+    *,
+    shape: str | None = "normalized_shape",
+    affine: bool = True,
+    plus_one: bool = False,
+    order: tuple[int, ...] | None = None,
+    dim: int | None = None,
+    unless: str | None = None,
+) -> Forward:
+    """A forward that computes F.layer_norm of the module's attributes.
+
+    Args:
+        eps: an attribute, or the number.
+        dtype: the result's: "" as PyTorch gives it, "x" whatever autocast says; "float32" computes
+            in float32 and gives x's; "promoted" is that of x * weight + bias, and "widened" is the
+            same where autocast counts.
+        shape: an attribute; None for weight's.
+        order: to which x is permuted, and the result back. A channels_last input is not copied, and
+            the result is channels_last, as the classes' own are.
+        dim: the dimension that a class which writes the norm out normalizes over.
+        unless: an attribute that is true where the class computes something else.
+    """
+    back = None if order is None else [*map(order.index, range(len(order)))]
+
+    def forward(self: Any, x: Tensor) -> Tensor | None:
+        if unless is not None and getattr(self, unless):
+            return None
+        weight: Any
+        bias: Any
+        weight, bias = _parameters(self) if affine else (None, None)
+        number = getattr(self, eps) if isinstance(eps, str) else eps
+        sizes = None if shape is None else getattr(self, shape)
+        x = x if order is None else x.permute(order)
+        weight = self.weight + 1.0 if plus_one else weight  # which torch.fx sees
+        if dtype == "float32":
+            y = _in_input_dtype(x, weight, bias, number, sizes)
+        elif dtype in ("promoted", "widened"):
+            y = _in_promoted_dtype(x, weight, bias, number, dtype == "widened", dim)
+        else:
+            out_dtype = x.dtype if dtype == "x" else None
+            y = layer_norm(x, weight, bias, number, normalized_shape=sizes, out_dtype=out_dtype)
+        return y if back is None else y.permute(back)
+
+    return forward
+
+
+def _parameters(self: Any) -> tuple[Any, Any]:
+    return parameter(self, "weight"), parameter(self, "bias")
+
+
+last_dims = _norm()
+timm_last_dims = _norm(unless="_fast_norm")
+float32 = _norm(dtype="float32")
+input_dtype = _norm(dtype="x")
+without_parameters = _norm(1e-5, "float32", affine=False)
+shape_of_weight = _norm(1e-5, shape=None)
+weight_plus_one = _norm(plus_one=True)
+by_hand = _norm("variance_epsilon", "promoted", shape=None)
+channels_first = _norm(order=_CHANNELS)
+channels_first_1d = _norm(order=_CHANNELS_1D)
+timm_channels_first = _norm(order=_CHANNELS, unless="_fast_norm")
+float32_channels_first = _norm(dtype="float32", order=_CHANNELS)
+channels_first_by_hand = _norm(dtype="widened", shape=None, dim=1)
+_channels_first_by_hand_5 = _norm(dtype="promoted", shape=None, dim=1)
+timm_last_dims_act, float32_act = then_act(timm_last_dims), then_act(float32)
+timm_channels_first_act = then_act(timm_channels_first)
+float32_channels_first_act = then_act(float32_channels_first)
 
 
 def of_layer_norm(self: Any, input: Tensor) -> Tensor | None:
     """What calls F.layer_norm, as subclasses of nn.LayerNorm that a predicate accepted."""
-    weight, bias, eps = parameter(self, "weight"), parameter(self, "bias"), self.eps
-    if eps != eps or not dtypes_are_supported(input, weight, bias):
+    weight, bias = _parameters(self)
+    if self.eps != self.eps or not dtypes_are_supported(input, weight, bias):
         return None
-    return layer_norm(input, weight, bias, eps, normalized_shape=tuple(self.normalized_shape))
-
-
-def timm_last_dims(self: Any, x: Tensor) -> Tensor | None:
-    return None if self._fast_norm else last_dims(self, x)
-
-
-timm_last_dims_act = then_act(timm_last_dims)
-
-
-def float32(self: Any, x: Tensor) -> Tensor:
-    return _in_input_dtype(x, self.weight, self.bias, self.eps, self.normalized_shape)
-
-
-float32_act = then_act(float32)
-
-
-def input_dtype(self: Any, hidden_states: Tensor) -> Tensor:
-    norm = (self.weight, self.bias, self.eps)
-    shape, dtype = self.normalized_shape, hidden_states.dtype
-    return layer_norm(hidden_states, *norm, normalized_shape=shape, out_dtype=dtype)
-
-
-def without_parameters(self: Any, hidden_states: Tensor) -> Tensor:
-    return _in_input_dtype(hidden_states, None, None, 1e-5, self.normalized_shape)
-
-
-def shape_of_weight(self: Any, input: Tensor) -> Tensor:
-    return layer_norm(input, parameter(self, "weight"), parameter(self, "bias"), 1e-5)
-
-
-def weight_plus_one(self: Any, hidden_states: Tensor) -> Tensor:
-    norm = (self.weight + 1.0, self.bias, self.eps)
-    return layer_norm(hidden_states, *norm, normalized_shape=self.normalized_shape)
+    return layer_norm(input, weight, bias, self.eps, normalized_shape=tuple(self.normalized_shape))
 
 
 def weight_plus_one_outside_autocast(self: Any, input: Tensor) -> Tensor | None:
@@ -200,66 +228,23 @@ def float32_without_bias(self: Any, hidden_states: Tensor) -> Tensor:
     return _float32_without_bias(hidden_states, self.weight, self.variance_epsilon)
 
 
-def by_hand(self: Any, hidden_states: Tensor) -> Tensor:
-    return _in_promoted_dtype(hidden_states, self.weight, self.bias, self.variance_epsilon, False)
-
-
 def esmfold(self: Any, x: Tensor) -> Tensor | None:
     if x.dtype is torch.bfloat16:
         return None
-    return layer_norm(
-        x, parameter(self, "weight"), parameter(self, "bias"), self.eps, normalized_shape=self.c_in
-    )
+    weight, bias = _parameters(self)
+    return layer_norm(x, weight, bias, self.eps, normalized_shape=self.c_in)
 
 
-# ---- Over the channels, which are permuted to the last dimension and back, as in the classes
-# themselves. A channels_last input is not copied, and the result is channels_last, as theirs is.
+def timm_exp2d(self: Any, x: Tensor) -> Any:
+    return channels_first(self, x) if x.is_contiguous() else channels_first_by_hand(self, x)
 
 
-def channels_first(self: Any, x: Tensor) -> Tensor:
-    x = x.permute(0, 2, 3, 1)
-    x = layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
-    return x.permute(0, 3, 1, 2)
+def data_format(self: Any, features: Tensor) -> Any:
+    is_first = self.data_format == "channels_first"
+    return channels_first(self, features) if is_first else last_dims(self, features)
 
 
-def channels_first_1d(self: Any, x: Tensor) -> Tensor:
-    x = x.permute(0, 2, 1)
-    x = layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
-    return x.permute(0, 2, 1)
-
-
-def timm_channels_first(self: Any, x: Tensor) -> Tensor | None:
-    return None if self._fast_norm else channels_first(self, x)
-
-
-timm_channels_first_act = then_act(timm_channels_first)
-
-
-def float32_channels_first(self: Any, x: Tensor) -> Tensor:
-    return float32(self, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
-float32_channels_first_act = then_act(float32_channels_first)
-
-
-def timm_exp2d(self: Any, x: Tensor) -> Tensor:
-    if x.is_contiguous():
-        return channels_first(self, x)
-    return channels_first_by_hand(self, x)
-
-
-def channels_first_by_hand(self: Any, x: Tensor) -> Tensor:
-    return _in_promoted_dtype(x, self.weight, self.bias, self.eps, True, dim=1)
-
-
-def data_format(self: Any, features: Tensor) -> Tensor:
-    if self.data_format == "channels_first":
-        return channels_first(self, features)
-    return last_dims(self, features)
-
-
-def data_format_by_hand(self: Any, x: Tensor) -> Tensor:
+def data_format_by_hand(self: Any, x: Tensor) -> Any:
     """transformers before 5.0."""
-    if self.data_format == "channels_first":
-        return _in_promoted_dtype(x, self.weight, self.bias, self.eps, False, dim=1)
-    return last_dims(self, x)
+    is_first = self.data_format == "channels_first"
+    return _channels_first_by_hand_5(self, x) if is_first else last_dims(self, x)

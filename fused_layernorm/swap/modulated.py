@@ -22,7 +22,7 @@ from ..stock import LAYER_NORM_FORWARD, LayerNorm, are_supported
 from . import source
 from .classes import Forward, is_as_read, must_be_called
 from .forwards import float32, matched, of_layer_norm
-from .rewritten import attribute_of_self, before, method_of_self
+from .rewrite import Rewriter, Template, attribute_of_self, target_of
 
 torch.fx.wrap("_modulated")
 
@@ -140,55 +140,51 @@ def derived(self: Any, *args: Any, **kwargs: Any) -> Any:
     return cls._derived(self, *args, **kwargs)
 
 
-def members(cls: type[nn.Module]) -> dict[str, Any]:
-    """What a swapped class needs for `derived`, from the source of the class's forward."""
-    made = source.decorated(cls.forward)
-    forward = source.rebuilt(made, _Rewrite().visit(made.tree))
-    return {"_derived": forward, "_modulate": staticmethod(_modulate)}
+# ---- Their source.
+
+_OF_NORM = Template("NORM(X)"), Template("NORM(X).to(dtype=dtype)")
+_MODULATIONS = (
+    (Template("N * FACTOR + SHIFT"), "shift=SHIFT, scale=SCALE"),
+    (Template("N * FACTOR"), "scale=SCALE"),
+    (Template("N + SHIFT"), "shift=SHIFT"),
+)
 
 
-class _Rewrite(ast.NodeTransformer):
-    """Puts `self._modulate(self.norm, x, shift, scale)` for `self.norm(x) * (1 + scale) + shift`.
+class _Modulations(Rewriter):
+    """Puts `self._modulate(self.norm, x, ...)` for `self.norm(x) * (1 + scale) + shift`.
 
     The norm may have been given a name before: then the name is given to x, and the norm waits.
     """
 
     def __init__(self) -> None:
-        self.waiting: dict[str, tuple[ast.expr, list[ast.keyword]]] = {}
+        super().__init__({"NORM": lambda node: attribute_of_self(node).startswith("norm")})
+        self.waiting: dict[str, tuple[Any, str]] = {}
 
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        norm, target = _norm(node.value), node.targets[0]
-        if norm is None or not isinstance(target, ast.Name):
-            return self.generic_visit(node)
-        attribute, node.value, dtype = norm
-        self.waiting[target.id] = attribute, dtype
-        return node
+    def visit(self, node: Any) -> Any:
+        target, norm = target_of(node), self._norm(getattr(node, "value", None))
+        if target is not None and norm is not None:
+            of, node.value, dtype = norm
+            self.waiting[target] = of, dtype
+            return node
+        for template, given in _MODULATIONS:
+            bound = template.match(node, {"N": lambda one: self._norm(one) is not None})
+            if bound is not None:
+                bound["NORM"], bound["X"], dtype = self._norm(bound["N"]) or (None, None, "")
+                if "FACTOR" in bound:
+                    bound["SCALE"] = _scale(bound["FACTOR"])
+                return Template("None", f"self._modulate(NORM, X, {given}{dtype})").fill(bound)
+        return self.generic_visit(node)
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        x: ast.expr = node
-        operands: dict[str, ast.expr] = {}
-        for operation, name in ((ast.Add, "shift"), (ast.Mult, "scale")):
-            if isinstance(x, ast.BinOp) and isinstance(x.op, operation):
-                operands[name], x = x.right, x.left
-        norm = _norm(x)
-        if norm is None and isinstance(x, ast.Name) and x.id in self.waiting:
-            attribute, dtype = self.waiting[x.id]
-            norm = attribute, x, dtype
-        if norm is None:
-            return self.generic_visit(node)
-        if "scale" in operands:
-            operands["scale"] = _scale(operands["scale"])
-        given = [ast.keyword(*operand) for operand in operands.items()]
-        return ast.Call(method_of_self("_modulate"), [*norm[:2]], [*given, *norm[2]])
-
-
-def _norm(node: ast.expr) -> tuple[ast.expr, ast.expr, list[ast.keyword]] | None:
-    """self.norm, x and [dtype=dtype], of self.norm(x) or self.norm(x).to(dtype=dtype)."""
-    call, dtype = before(".to(dtype=dtype)", node), []
-    if call is not node:
-        dtype = node.keywords  # type: ignore[attr-defined]
-    is_norm = isinstance(call, ast.Call) and (attribute_of_self(call.func) or "").startswith("norm")
-    return (call.func, call.args[0], dtype) if is_norm else None
+    def _norm(self, node: Any) -> tuple[Any, Any, str] | None:
+        """self.norm, x and the dtype to which its result is cast, as an argument."""
+        if isinstance(node, ast.Name) and node.id in self.waiting:
+            of, dtype = self.waiting[node.id]
+            return of, node, dtype
+        for template, dtype in zip(_OF_NORM, ("", ", dtype=dtype"), strict=True):
+            bound = template.match(node, self.rules)
+            if bound is not None:
+                return bound["NORM"], bound["X"], dtype
+        return None
 
 
 def _scale(factor: Any) -> ast.expr:
@@ -197,3 +193,10 @@ def _scale(factor: Any) -> ast.expr:
         return ast.Subscript(_scale(factor.value), factor.slice, ast.Load())
     scale: ast.expr = factor.right
     return scale
+
+
+def members(cls: type[nn.Module]) -> dict[str, Any]:
+    """The members with which a swapped class modulates its norms."""
+    made = source.decorated(cls.forward)
+    forward = source.rebuilt(made, _Modulations().visit(made.tree))
+    return {"_derived": forward, "_modulate": staticmethod(_modulate)}

@@ -2,7 +2,7 @@
 """swap_norms(model, neighbours=True): the activation behind a norm is applied by the norm's kernel.
 
 The blocks of diffusers' UNets and VAEs, and of models like them, call a norm and then an
-activation. In the forward of a swapped module (rewritten.py) the two are one call of `_activated`,
+activation. In the forward of a swapped module (rewrite.py) the two are one call of `_activated`,
 or, where numbers of channels modulate the norm's result in between, of `_modulated`. Which norms
 and activations these are is seen at each call: other ones, ones with hooks and all on a device
 without kernels are called as the source says. A module is swapped if it has such a pair.
@@ -20,7 +20,7 @@ import inspect
 import itertools
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,11 +38,19 @@ from ..groups import (
     has_one_value,
 )
 from ..modules import is_bare
-from . import channels, groups, rewritten, rms, source
+from . import channels, groups, rms, source
 from .activations import activation_of
-from .classes import Forward, Known, must_be_called
-from .registry import is_fused, kind_of_class
-from .rewritten import are_as_read, attribute_of_self, before, method_of_self
+from .classes import Forward, Known, is_as_read, is_fused, kind_of, must_be_called
+from .rewrite import (
+    Fill,
+    Rewriter,
+    Rules,
+    Template,
+    attribute_of_self,
+    names_in,
+    subclass,
+    target_of,
+)
 from .source import Part
 
 KIND = "activation"  # of the swapped classes
@@ -77,9 +85,9 @@ def _fused_activation(self: Any, act: Any, norm: Any, x: Any) -> str | None:
     if not stock.has_kernels(x) or not isinstance(norm, nn.Module) or must_be_called(norm):
         return None
     cls: Any = type(norm)
-    if hasattr(cls, "_parts") and not are_as_read(cls):
+    if hasattr(cls, "_parts") and not is_as_read(cls):
         return None
-    return activation_of(act) if are_as_read(type(self)) else None
+    return activation_of(act) if is_as_read(type(self)) else None
 
 
 def _takes(norm: Any, x: Tensor) -> bool:
@@ -169,149 +177,115 @@ def is_pair(norm: Any, act: Any, cls: Any = None) -> bool:
     return known is not None and (known.forward in ACTIVATED or known.forward in rms.NORMS)
 
 
-_SEQUENTIAL_FORWARD = stock.own_forward(nn.Sequential)
-
-# ---- Forwards.
+# ---- Their source.
 
 _NORM = re.compile(r"norm", re.IGNORECASE)
 _ACT = re.compile(r"act|non_?linear|silu|relu|gelu|swish", re.IGNORECASE)
-_MOVED = ".movedim(-1, 1)"  # an elementwise operation changes places with it
-_FUNCTION = re.compile(r"silu|(leaky_)?relu|gelu")
-
-Pairs = set[tuple[str, str]]  # the norm's attribute, and the activation as the source says it
+_FUNCTIONS = re.compile(r"silu|(leaky_)?relu|gelu")
 
 
-def _norm_call(node: Any) -> str | None:
-    """norm1, for a call of self.norm1 on positional arguments."""
-    if isinstance(node, ast.Call) and node.args and not node.keywords:
-        name = attribute_of_self(node.func)
-        if name and _NORM.search(name) and not any(isinstance(a, ast.Starred) for a in node.args):
-            return name
-    return None
+def _is_activation(node: Any) -> bool:
+    """Whether what a call calls is by its name an activation."""
+    if name := attribute_of_self(node):
+        return _ACT.search(name) is not None
+    last = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return _FUNCTIONS.fullmatch(last) is not None
 
 
-def _activation_of(node: Any) -> ast.expr | None:
-    """What a call on one argument calls, if by its name it is an activation."""
-    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
-        return None
-    name = attribute_of_self(node.func)
-    if name is not None:
-        return node.func if _ACT.search(name) else None
-    is_function = _FUNCTION.fullmatch(ast.unparse(node.func).rpartition(".")[2])
-    return node.func if is_function and not isinstance(node.func, ast.Call) else None
+def _is_name(node: Any) -> bool:
+    return isinstance(node, ast.Name)
 
 
-def _target(statement: Any) -> str | None:
-    """The name that a statement assigns to, if it does nothing else."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        return target.id if isinstance(target, ast.Name) else None
-    return None
+_PAIR: Rules = {
+    "NORM": lambda node: _NORM.search(attribute_of_self(node)) is not None,
+    "ACT": _is_activation,
+    **dict.fromkeys(("NAME", "SCALE", "SHIFT"), _is_name),
+}
+_PAIRS = (  # an elementwise operation changes places with movedim
+    Template("ACT(NORM(*X))", "self._activated(ACT, NORM, *X)"),
+    Template("ACT(NORM(*X).movedim(-1, 1))", "self._activated(ACT, NORM, *X).movedim(-1, 1)"),
+    Template(
+        "ACT(NORM(X) * (1 + SCALE) + SHIFT)", "self._modulated(ACT, NORM, X, SCALE, SHIFT)"
+    ),
+)  # fmt: skip
+_OF_NORMS = Template("NORM(*X)"), Template("NORM(*X).movedim(-1, 1)")
+_OF_ACTIVATION, _OF_MODULATION = Template("ACT(NAME)"), Template("NAME * (1 + SCALE) + SHIFT")
 
 
-def _is_norm(statement: Any, name: str) -> bool:
-    return _target(statement) == name and _norm_call(before(_MOVED, statement.value)) is not None
+def _is(statement: Any, name: str, *templates: Template) -> bool:
+    """Whether a statement gives the name a value of one of these; NAME is the name itself."""
+    if target_of(statement) != name:
+        return False
+    for template in templates:
+        bound = template.match(statement.value, _PAIR)
+        if bound is not None and ("NAME" not in bound or bound["NAME"].id == name):
+            return True
+    return False
 
 
-def _is_activation(statement: Any) -> str | None:
-    """x, for `x = act(x)`."""
-    name = _target(statement)
-    if name is None or _activation_of(statement.value) is None:
-        return None
-    return name if ast.unparse(statement.value.args[0]) == name else None
-
-
-def _modulation(statement: Any, name: str) -> tuple[ast.expr, ast.expr] | None:
-    """scale and shift, for `x = x * (1 + scale) + shift` of two names."""
-    if _target(statement) != name:
-        return None
-    found = re.fullmatch(rf"{name} \* \(1 \+ (\w+)\) \+ (\w+)", ast.unparse(statement.value))
-    if found is None or name in found.groups():
-        return None
-    scale, shift = (ast.Name(one, ast.Load()) for one in found.groups())
-    return scale, shift
-
-
-class _Rewrite:
-    """Replaces the norms and activations of a forward, and notes which."""
+class _Activations(Rewriter):
+    """Also finds a norm and its activation in statements that follow each other."""
 
     def __init__(self) -> None:
-        self.pairs: Pairs = set()
+        super().__init__(_PAIR, *_PAIRS)
 
-    def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+    def visit(self, node: Any) -> Any:
+        for field in ("body", "orelse", "finalbody"):
+            if isinstance(statements := getattr(node, field, None), list):
+                setattr(node, field, self._joined(statements))
+        return super().visit(node)
+
+    def _joined(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         statements = [*statements]
         for i in range(len(statements) - 1, 0, -1):
             if i < len(statements):  # a push takes up to two away
-                self._push(statements, i)
-        found: list[ast.stmt] = []
+                _push(statements, i)
+        joined: list[ast.stmt] = []
         while statements:
-            statement = statements.pop(0)
-            taken = self._fused(statement, statements)
-            del statements[:taken]
-            for field in ("body", "orelse", "finalbody"):
-                inner = getattr(statement, field, None)
-                if isinstance(inner, list) and inner:
-                    setattr(statement, field, self.block(inner))
-            found.append(statement)
-        return found
-
-    def _push(self, statements: list[ast.stmt], i: int) -> None:
-        """Moves the activation at i into the branches of the `if` before it, where a norm waits,
-        and with it a norm that stands before a condition of plain names."""
-        name, before = _is_activation(statements[i]), statements[i - 1]
-        if name is None or not isinstance(before, ast.If):
-            return
-        first = statements[i - 2] if i > 1 else None
-        if _ends_in_norm(before.body, name) or _ends_in_norm(before.orelse, name):
-            first = None
-        elif first is None or not _is_norm(first, name) or not _is_plain_test(before.test, name):
-            return
-        act = statements.pop(i)
-        if first is not None:
-            statements.pop(i - 2)
-        for field in ("body", "orelse"):
-            branch = [] if first is None else [copy.deepcopy(first)]
-            setattr(before, field, [*branch, *getattr(before, field), copy.deepcopy(act)])
-
-    def _fused(self, statement: ast.stmt, following: list[ast.stmt]) -> int:
-        """Fuses a statement with those behind it, and returns how many of these it has taken."""
-        for node in _expressions(statement):
-            function = _activation_of(node)
-            if function is not None and _norm_call(node.args[0]) is not None:
-                self._call(node.args[0], function, node)
-        name = _target(statement)
-        if name is None or not _is_norm(statement, name) or not following:
-            return 0
-        assert isinstance(statement, ast.Assign)
-        call, numbers = before(_MOVED, statement.value), _modulation(following[0], name)
-        behind = 1 if numbers is None or call is not statement.value else 2
-        if len(following) < behind or _is_activation(following[behind - 1]) != name:
-            return 0
-        if behind == 2 and len(call.args) != 1:
-            return 0
-        function = _activation_of(following[behind - 1].value)  # type: ignore[attr-defined]
-        assert function is not None
-        self._call(call, function, call, () if behind == 1 else numbers or ())
-        return behind
-
-    def _call(self, norm: Any, act: ast.expr, into: Any, numbers: Any = ()) -> None:
-        self.pairs.add((norm.func.attr, ast.unparse(act)))
-        name = "_modulated" if numbers else "_activated"
-        arguments = [act, norm.func, *norm.args, *numbers]
-        into.func = method_of_self(name)
-        into.args = [ast.copy_location(one, into) for one in arguments]
+            first: Any = statements.pop(0)
+            for count in range(1, 1 + min(2, len(statements))):
+                value = _inlined(first, statements[:count])
+                if value is not None and any(one.match(value, _PAIR) for one in _PAIRS):
+                    first.value = value
+                    del statements[:count]
+                    break
+            joined.append(first)
+        return joined
 
 
-def _expressions(statement: ast.stmt) -> Iterator[Any]:
-    """The calls of a statement, without those of statements inside it."""
-    pending: list[ast.AST] = [statement]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.Call):
-            yield node
-        pending += [
-            one for one in ast.iter_child_nodes(node) if not isinstance(one, (ast.stmt, ast.Lambda))
-        ]
+def _inlined(first: Any, following: Iterable[Any]) -> Any:
+    """The value of statements that all assign to one name, of which each uses it once."""
+    name = target_of(first)
+    if name is None:
+        return None
+    value = first.value
+    for statement in following:
+        names = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        if target_of(statement) != name or names.count(name) != 2:
+            return None
+        value = Fill({name: value}).visit(copy.deepcopy(statement.value))
+    return value
+
+
+def _push(statements: list[Any], i: int) -> None:
+    """Moves the activation at i into the branches of the `if` before it, where a norm waits,
+    and with it a norm that stands before a condition of plain names."""
+    name, before = target_of(statements[i]), statements[i - 1]
+    if name is None or not _is(statements[i], name, _OF_ACTIVATION):
+        return
+    if not isinstance(before, ast.If):
+        return
+    first = statements[i - 2] if i > 1 else None
+    if _ends_in_norm(before.body, name) or _ends_in_norm(before.orelse, name):
+        first = None
+    elif not _is(first, name, *_OF_NORMS) or not _is_plain_test(before.test, name):
+        return
+    act = statements.pop(i)
+    if first is not None:
+        statements.pop(i - 2)
+    for field in ("body", "orelse"):
+        branch = [] if first is None else [copy.deepcopy(first)]
+        setattr(before, field, [*branch, *getattr(before, field), copy.deepcopy(act)])
 
 
 def _ends_in_norm(branch: list[ast.stmt], name: str) -> bool:
@@ -320,16 +294,17 @@ def _ends_in_norm(branch: list[ast.stmt], name: str) -> bool:
     *before, last = branch
     if isinstance(last, ast.If):
         return _ends_in_norm(last.body, name) or _ends_in_norm(last.orelse, name)
-    if before and _modulation(last, name) is not None:
+    if before and _is(last, name, _OF_MODULATION):
         last = before[-1]
-    return _is_norm(last, name)
+    return _is(last, name, *_OF_NORMS)
 
 
 def _is_plain_test(test: ast.expr, name: str) -> bool:
     """Whether it makes no difference if the condition is asked before the norm is called."""
     plain = (ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.Is, ast.IsNot, ast.Load)
-    nodes = [*ast.walk(test)]
-    return all(isinstance(node, plain) and getattr(node, "id", "") != name for node in nodes)
+    return all(
+        isinstance(node, plain) and getattr(node, "id", "") != name for node in ast.walk(test)
+    )
 
 
 def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
@@ -337,22 +312,22 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
     if issubclass(cls, nn.Sequential) and cls.__iter__ is nn.Sequential.__iter__:
         if cls.forward is not _SEQUENTIAL_FORWARD:
             return None
-        parts = (Part(cls, "forward", cls.forward),)
-        return rewritten.subclass(cls, Known(KIND, _in_sequence), parts, _in_sequence, class_of)
+        forward, known = _in_sequence, Known(KIND, _in_sequence)
+        return subclass(cls, known, (Part(cls, "forward", cls.forward),), forward, class_of)
     outer = getattr(cls, "forward", None)  # that of a compiled class raises
-    names = rewritten.names_in(outer)
+    names = names_in(outer)
     if not (any(map(_NORM.search, names)) and any(map(_ACT.search, names))):
         return None
     try:
-        made = source.decorated(outer)
-        tree, rewrite = made.tree, _Rewrite()
-        tree.body = rewrite.block(tree.body)
-        if not rewrite.pairs:
+        made, rewriter = source.decorated(outer), _Activations()
+        tree = rewriter.visit(made.tree)
+        if not rewriter.found:
             return None
         forward = source.rebuilt(made, tree)
     except source.Unreadable as error:
         return str(error)
-    return rewritten.subclass(
+    pairs = {(bound["NORM"].attr, ast.unparse(bound["ACT"])) for bound in rewriter.found}
+    return subclass(
         cls,
         Known(KIND, _activated),
         (Part(cls, "forward", outer),),
@@ -360,39 +335,38 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
         class_of,
         _activated=_activated,
         _modulated=_modulated,
-        _pairs=frozenset(rewrite.pairs),
+        _pairs=frozenset(pairs),
         _globals=made.function.__globals__,
     )
 
 
-def has_pair(module: nn.Module, made: Any, planned: Planned) -> bool:
-    """Whether a kernel will compute a norm of the module with the activation behind it.
+_SEQUENTIAL_FORWARD = stock.own_forward(nn.Sequential)
+
+
+def has_pair(module: nn.Module, made: Any, planned: Mapping[nn.Module, type[nn.Module]]) -> bool:
+    """Whether a kernel will compute a norm of the module with the activation behind it, once the
+    planned classes are given.
 
     Where there is a reason in the place of a class, whether it belongs in the log.
     """
-
-    def kind(one: nn.Module) -> str:
-        return kind_of_class(planned.get(one, type(one)))
 
     def is_known(one: nn.Module) -> bool:
         return one in planned or is_fused(one)
 
     if isinstance(made, str):
-        return any(is_known(one) and kind(one) == "group" for one in module.children())
+        children = filter(is_known, module.children())
+        return any(kind_of(planned.get(one, type(one))) == "group" for one in children)
     if made._known.forward is _in_sequence:
-        children = [*module._modules.values()]
         return any(
-            is_pair(norm, act, planned.get(norm))
-            for norm, act in itertools.pairwise(children)
-            if norm is not None
+            norm is not None and is_pair(norm, act, planned.get(norm))
+            for norm, act in itertools.pairwise(module._modules.values())
         )
     for name, act in made._pairs:
         norm, is_own = module._modules.get(name), act.startswith("self.")
-        of, found = (module, act[5:]) if is_own else (made._globals, act)
-        if norm is None or not is_known(norm):
-            continue
-        if is_pair(norm, _attribute(of, found), planned.get(norm)):
-            return True
+        if norm is not None and is_known(norm):
+            found = _attribute(module if is_own else made._globals, act.removeprefix("self."))
+            if is_pair(norm, found, planned.get(norm)):
+                return True
     return False
 
 

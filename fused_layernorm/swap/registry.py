@@ -17,19 +17,18 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import stock
-from ..ada_modules import FusedAdaLayerNorm
-from ..groups import FusedGroupNorm
-from ..modules import FusedLayerNorm, FusedRMSNorm
 from . import channels, forwards, groups, liger, rms, source, table
 from .classes import (
+    PLAIN,
     REGISTERED,
     Forward,
     Known,
-    is_as_read,
+    kind_of,
     made_class,
     plain_class,
     swapped_from,
 )
+from .classes import is_fused as is_fused  # the package takes it from here
 from .source import Part, Source
 
 Sources = dict[str, Known]
@@ -54,23 +53,14 @@ _BY_CLASS: dict[tuple[str, str], Sources] = {
 # From the digest alone, for classes of any module.
 _BY_SOURCE: Sources = {**_rows("rms", rms.SOURCES), **_rows("rms", channels.SOURCES)}
 
-# The classes of PyTorch, and their forwards at the import. One that has a class in FUSED becomes
-# that, which sees by itself whether PyTorch's forward is what it was.
+# The classes of PyTorch, and their forwards at the import.
 _OF_PYTORCH: dict[type[nn.Module], tuple[Known, Any]] = {
-    stock.LayerNorm: (Known("layer", FusedLayerNorm.forward), stock.LAYER_NORM_FORWARD),
-    stock.RMSNorm: (Known("rms", FusedRMSNorm.forward), stock.RMS_NORM_FORWARD),
-    stock.GroupNorm: (Known("group", FusedGroupNorm.forward), stock.GROUP_NORM_FORWARD),
+    **{cls: (Known(kind, fused.forward), own) for cls, (fused, kind, own) in PLAIN.items()},
     **{
         cls: (Known("group", groups.instance_norm), stock.own_forward(cls))
         for cls in stock.InstanceNorms
     },
 }
-FUSED: dict[Forward, type[nn.Module]] = {
-    FusedLayerNorm.forward: FusedLayerNorm,
-    FusedRMSNorm.forward: FusedRMSNorm,
-    FusedGroupNorm.forward: FusedGroupNorm,
-}
-PLAIN = {cls: FUSED[of.forward] for cls, (of, _) in _OF_PYTORCH.items() if of.forward in FUSED}
 # What computes what PyTorch's class does, for a subclass of it that a predicate accepts.
 _AS_PYTORCH: dict[type[nn.Module], Known] = {
     stock.LayerNorm: Known("layer", forwards.of_layer_norm),
@@ -84,12 +74,6 @@ _registered: dict[type[nn.Module], tuple[Make, Any]] = {}  # with the class's fo
 
 def register(cls: type[nn.Module], make: Make) -> None:
     _registered[cls] = make, cls.forward
-
-
-def _kind_of_registered(cls: type) -> str:
-    return next(
-        (of.kind for base, (of, _) in _OF_PYTORCH.items() if issubclass(cls, base)), REGISTERED
-    )
 
 
 class Found(NamedTuple):
@@ -114,29 +98,41 @@ def find(module: nn.Module, read: Callable[[type], Source | None] = source.read)
         return _of_instance(module, own, cls, read)
     if cls in _registered:
         make, forward = _registered[cls]
-        kind = _kind_of_registered(cls)
+        kind = kind_of(cls) or REGISTERED
         if cls.forward is not forward:
             return Found(kind, reason="its forward was replaced since it was registered")
         return Found(kind, make=make, parts=(Part(cls, "forward", forward),))
     if cls in _OF_PYTORCH:
-        known, forward = _OF_PYTORCH[cls]
-        if known.forward is groups.instance_norm and groups.has_running_statistics(module):
-            return Found(known.kind, reason="it has running statistics")
-        if cls.forward is forward:
-            return Found(known.kind, known, parts=(Part(cls, "forward", forward),))
-        return Found(known.kind, reason="its forward was replaced")
+        kind = _OF_PYTORCH[cls][0].kind
+        if issubclass(cls, stock.InstanceNorms) and groups.has_running_statistics(module):
+            return Found(kind, reason="it has running statistics")
+        if cls.forward is not _OF_PYTORCH[cls][1]:
+            return Found(kind, reason="its forward was replaced")
     by_class = _BY_CLASS.get((cls.__module__, cls.__qualname__))
     if by_class is None and not _may_be_norm(module, cls):
         return None
-    found = read(cls)
-    known_of_cls = None if found is None else (by_class or _BY_SOURCE).get(found.digest)
-    if known_of_cls is not None and found is not None:
-        return Found(known_of_cls.kind, known_of_cls, parts=found.parts)
+    known, parts = _read(cls, read)
+    if known is not None:
+        return Found(known.kind, known, parts=parts)
     kind_by_name = _kind_by_name(module, cls, by_class)
     if kind_by_name is None:
         return None
     unknown = "the source of its forward is not one that fused_layernorm knows"
     return Found(kind_by_name, reason=unknown if by_class else "its class is not known")
+
+
+def _read(
+    cls: type[nn.Module], read: Callable[[type], Source | None]
+) -> tuple[Known | None, tuple[Part, ...]]:
+    """What the source of a class's forward says that it is, and what was read."""
+    if cls in _OF_PYTORCH:
+        known, forward = _OF_PYTORCH[cls]
+        return known, (Part(cls, "forward", forward),)
+    found = read(cls)
+    if found is None:
+        return None, ()
+    sources = _BY_CLASS.get((cls.__module__, cls.__qualname__), _BY_SOURCE)
+    return sources.get(found.digest), found.parts
 
 
 def _may_be_norm(module: nn.Module, cls: type) -> bool:
@@ -150,9 +146,8 @@ def _may_be_norm(module: nn.Module, cls: type) -> bool:
 def _kind_by_name(module: nn.Module, cls: type, by_class: Sources | None) -> str | None:
     if by_class:
         return next(iter(by_class.values())).kind
-    for of_pytorch, (known, _) in _OF_PYTORCH.items():
-        if isinstance(module, of_pytorch):
-            return known.kind
+    if kind := kind_of(cls):
+        return kind
     name = cls.__name__.lower().replace("_", "")
     if "groupnorm" in name or "instancenorm" in name:
         return "group"
@@ -163,24 +158,14 @@ def _of_instance(
     module: nn.Module, own: Any, cls: type[nn.Module], read: Callable[[type], Source | None]
 ) -> Found | None:
     """What a module is whose instance has a forward: Liger binds that of a class of its own."""
-    function = getattr(own, "__func__", None)
-    name, _, attribute = getattr(function, "__qualname__", "").rpartition(".")
-    of = getattr(sys.modules.get(getattr(function, "__module__", "")), name, None)
-    if (
-        isinstance(own, types.MethodType)
-        and own.__self__ is module
-        and attribute == "forward"
-        and isinstance(of, type)
-        and vars(of).get("forward") is function
-    ):
-        name_of = (of.__module__, of.__qualname__)
-        found = read(of) if name_of in liger.ALL else None
-        known = None if found is None else _BY_CLASS[name_of].get(found.digest)
+    function: Any = getattr(own, "__func__", None)
+    if isinstance(own, types.MethodType) and own.__self__ is module:
+        known = _of_liger(function, read)
         if known is not None:
             return Found(known.kind, known, own=function)
     kind = _kind_by_name(module, cls, _BY_CLASS.get((cls.__module__, cls.__qualname__)))
     if kind is None and cls in _registered:
-        kind = _kind_of_registered(cls)
+        kind = kind_of(cls) or REGISTERED
     return None if kind is None else Found(kind, reason="the module has a forward of its own")
 
 
@@ -197,53 +182,43 @@ def accepted(module: nn.Module, found: Found) -> Found:
     return found
 
 
-# ---- What is fused.
-
-OURS = (FusedLayerNorm, FusedRMSNorm, FusedGroupNorm, FusedAdaLayerNorm)
-
-
-def is_fused(module: nn.Module) -> bool:
-    """Whether a call of the module runs the fused forward, by construction or by a swap.
-
-    False where it runs another: one that the instance has, or since the swap its class.
-    """
-    cls: Any = type(module)
-    if "forward" in module.__dict__:
-        return False
-    if hasattr(cls, "_swapped_from"):
-        return is_as_read(cls)
-    if not issubclass(cls, OURS):  # that of the module may have changed, in another thread
-        return False
-    if "_is_swapped" in module.__dict__:
-        return bool(cls._stock.forward is _OF_PYTORCH[cls._stock][1])
-    return True
+def _of_liger(function: Any, read: Callable[[type], Source | None]) -> Known | None:
+    """What is known of a function that is the forward of a class of Liger."""
+    name, _, attribute = getattr(function, "__qualname__", "").rpartition(".")
+    of = getattr(sys.modules.get(getattr(function, "__module__", "")), name, None)
+    if not isinstance(of, type) or vars(of).get(attribute) is not function:
+        return None
+    key = (of.__module__, of.__qualname__)
+    found = read(of) if attribute == "forward" and key in liger.ALL else None
+    return None if found is None else _BY_CLASS[key].get(found.digest)
 
 
-def kind_of(module: nn.Module) -> str:
-    """The kind of a fused module; nothing for one that another thread has unswapped since."""
-    return kind_of_class(type(module))
+# ---- Classes of swapped norms.
 
 
-def kind_of_class(cls: Any) -> str:
-    known: Known | None = getattr(cls, "_known", None)
-    if known is not None:
-        return known.kind
-    return next((of.kind for base, (of, _) in _OF_PYTORCH.items() if issubclass(cls, base)), "")
-
-
-def remade(
-    cls: type[nn.Module], kind: str, forward: Forward, own: Forward | None
+def class_of(
+    cls: type[nn.Module], known: Known, parts: tuple[Part, ...], own: Forward | None = None
 ) -> type[nn.Module]:
-    """The class for an unpickled module that had this forward; cls if it is another release's."""
-    rows = [known for sources in (*_BY_CLASS.values(), _BY_SOURCE) for known in sources.values()]
-    known = next((one for one in rows if one.forward is forward), Known(kind, forward))
+    """The class that a swap gives to a norm."""
+    is_row = known.forward.__module__.startswith(f"{__package__}.")
+    is_row = is_row and known not in _AS_PYTORCH.values()
+    forward = None if is_row else known.forward
+    return made_class(cls, known, parts, (_unpickled, (cls, known.kind, forward, own)), own)
+
+
+def _unpickled(
+    cls: type[nn.Module], kind: str, forward: Forward | None, own: Forward | None
+) -> nn.Module:
+    """An empty swapped module; one of cls where that is another release's.
+
+    `forward` is that of register_swap, or of what a predicate accepted.
+    """
+    parts: tuple[Part, ...] = ()
     if own is not None:
-        return made_class(cls, known, (), own)
-    if known not in rows:  # of register_swap or a predicate
-        return made_class(cls, known, (Part(cls, "forward", cls.forward),))
-    found = source.read(cls)
-    sources = _BY_CLASS.get((cls.__module__, cls.__qualname__), _BY_SOURCE)
-    of_source = None if found is None else sources.get(found.digest)
-    if found is None or of_source is None or of_source.forward is not forward:
-        return cls
-    return made_class(cls, of_source, found.parts)
+        known = _of_liger(own, source.read)
+    elif forward is not None:
+        known, parts = Known(kind, forward), (Part(cls, "forward", cls.forward),)
+    else:
+        known, parts = _read(cls, source.read)
+    made = cls if known is None else class_of(cls, known, parts, own)
+    return made.__new__(made)

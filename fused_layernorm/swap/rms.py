@@ -28,7 +28,7 @@ from ..ops.gated import ACTIVATIONS, GatedArguments
 from ..ops.operators import describe
 from ..stock import dtypes_are_supported, has_kernels
 from .classes import Forward
-from .forwards import named, parameter, then_act
+from .forwards import parameter, then_act
 
 
 class Variant(NamedTuple):
@@ -126,21 +126,21 @@ class Norm(NamedTuple):
 NORMS: dict[Forward, Callable[[Any], Norm | None]] = {}
 
 
-def _of_weight(name: str, eps: str, variant: Variant, dtypes: Dtypes) -> Forward:
+def _of_weight(eps: str, variant: Variant, dtypes: Dtypes) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor | None:
         return normalized(x, parameter(self, "weight"), getattr(self, eps), variant, dtypes)
 
     NORMS[forward] = lambda module: Norm(module.weight, getattr(module, eps), variant, dtypes)
-    return named(__name__, name, forward)
+    return forward
 
 
 # ---- Forwards, named by what they compute or by a model that has them.
 
-llama = _of_weight("llama", "variance_epsilon", ROUNDED, _PROMOTED)
-llama4 = _of_weight("llama4", "eps", ROUNDED, _PROMOTED)
-rounded_once = _of_weight("rounded_once", "variance_epsilon", PLAIN, OF_X)
-rounded_once_eps = _of_weight("rounded_once_eps", "eps", PLAIN, OF_X)
-gemma = _of_weight("gemma", "eps", PLUS_ONE, OF_X)
+llama = _of_weight("variance_epsilon", ROUNDED, _PROMOTED)
+llama4 = _of_weight("eps", ROUNDED, _PROMOTED)
+rounded_once = _of_weight("variance_epsilon", PLAIN, OF_X)
+rounded_once_eps = _of_weight("eps", PLAIN, OF_X)
+gemma = _of_weight("eps", PLUS_ONE, OF_X)
 
 
 def _plus_one(self: Any, x: Tensor, keeps_order: bool) -> Tensor | None:

@@ -2,7 +2,7 @@
 """swap_norms(model, neighbours=True): attention modules whose q and k are rotated by the kernels.
 
 transformers writes the same rotation in each model's file, as a function apply_rotary_pos_emb that
-the attention's forward calls. The forward of a swapped module (rewritten.py) calls
+the attention's forward calls. The forward of a swapped module (rewrite.py) calls
 `_rotated` in its place. Where the last thing that happens to q and k
 before the rotation is `self.q_norm` and `self.k_norm`, these calls are left out of the forward, and
 norm and rotation are one kernel. The function is known by the digest of its source, and so is
@@ -23,9 +23,17 @@ from torch import Tensor, nn
 
 from ..heads import qk_norm_rope
 from ..stock import are_supported, has_kernels
-from . import rewritten, rms, source
-from .classes import Known, must_be_called
-from .rewritten import are_as_read, attribute_of_self, before, method_of_self
+from . import rms, source
+from .classes import Known, is_as_read, must_be_called
+from .rewrite import (
+    Rewriter,
+    Rules,
+    Template,
+    attribute_of_self,
+    names_in,
+    subclass,
+    target_of,
+)
 from .source import Part
 
 FUNCTION = "apply_rotary_pos_emb"
@@ -45,27 +53,20 @@ class Rotation(NamedTuple):
 # comments a model that has it. The second of a line had an argument position_ids, before
 # transformers 5.
 SOURCES: dict[str, Rotation] = {
-    **dict.fromkeys(("6922d206ec751dc2", "62380bac24241fdd"), Rotation()),  # llama
-    **dict.fromkeys(("e9a8aadde98dff5b", "2c8a318a1d377ae6"), Rotation(partial=True)),  # gpt_neox
-    **dict.fromkeys(("8d61390b28a94d9c", "e4a565c859160ae8"), Rotation(partial=True)),  # phi3
-    **dict.fromkeys(("3de9e6a335fe556a", "10547c0feab1d2a3"), Rotation(keeps_dtype=True)),  # olmo2
-    **dict.fromkeys(
-        ("4540e3863830158a", "3fe1dd310493db23"), Rotation(keeps_dtype=True)
-    ),  # modernbert
-    **dict.fromkeys(  # cohere
-        ("cc185f615eebaf13", "91e30ab1dc7dd407"), Rotation(interleaved=True, keeps_dtype=True)
-    ),
-    **dict.fromkeys(  # glm
-        ("4c0d925fd3f34deb", "00483a36817e7667"),
-        Rotation(interleaved=True, once=True, partial=True),
-    ),
-    **dict.fromkeys(  # ernie4_5
-        ("47670ed22499e77d", "6004dd35a1051883"),
-        Rotation(interleaved=True, once=True, keeps_dtype=True),
-    ),
-    "c3de4d72201d9049": Rotation(
-        partial=True, keeps_dtype=True
-    ),  # liger_rotary_pos_emb of liger-kernel 0.8.5
+    digest: rotation
+    for digests, rotation in (
+        ("6922d206ec751dc2 62380bac24241fdd", Rotation()),  # llama
+        ("e9a8aadde98dff5b 2c8a318a1d377ae6", Rotation(partial=True)),  # gpt_neox
+        ("8d61390b28a94d9c e4a565c859160ae8", Rotation(partial=True)),  # phi3
+        ("3de9e6a335fe556a 10547c0feab1d2a3", Rotation(keeps_dtype=True)),  # olmo2
+        ("4540e3863830158a 3fe1dd310493db23", Rotation(keeps_dtype=True)),  # modernbert
+        ("cc185f615eebaf13 91e30ab1dc7dd407", Rotation(True, keeps_dtype=True)),  # cohere
+        ("4c0d925fd3f34deb 00483a36817e7667", Rotation(True, True, True)),  # glm
+        ("47670ed22499e77d 6004dd35a1051883", Rotation(True, True, False, True)),  # ernie4_5
+        # liger_rotary_pos_emb of liger-kernel 0.8.5
+        ("c3de4d72201d9049", Rotation(partial=True, keeps_dtype=True)),
+    )
+    for digest in digests.split()
 }
 
 # ---- What a swapped forward calls.
@@ -76,7 +77,7 @@ def _rotated(
 ) -> tuple[Tensor, Tensor]:
     """q and k, (batch, heads, positions, columns), normalized if the class says so, and rotated."""
     kernel = function is self._function and is_supported(self._rotation, q, k, cos, sin)
-    if kernel and not are_as_read(type(self)):
+    if kernel and not is_as_read(type(self)):
         kernel = False
     if not self._norms:
         return rotate(self._rotation, q, k, None, cos, sin) if kernel else function(q, k, cos, sin)
@@ -129,7 +130,7 @@ def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> _Norm | None:
         cls: Any = type(module)
         known = getattr(cls, "_known", None)
         norm_of = None if known is None else rms.NORMS.get(known.forward)
-        if norm_of is None or must_be_called(module) or not are_as_read(cls):
+        if norm_of is None or must_be_called(module) or not is_as_read(cls):
             return None
         found.append(norm_of(module))
     of_q, of_k = found
@@ -159,33 +160,12 @@ def rotate(
     return qk_norm_rope(q, k, norm.q_weight, norm.k_weight, cos, sin, norm.eps, **options)
 
 
-# ---- The forwards.
+# ---- Their source.
 
-
-class _Rewrite(ast.NodeTransformer):
-    """Replaces the rotation of a forward, and counts what it replaces."""
-
-    def __init__(self, norms: bool) -> None:
-        self.norms = norms
-        self.rotations = 0
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id == FUNCTION:
-            self.rotations += len(node.args) == 4 and not node.keywords
-            node.args.insert(0, node.func)
-            node.func = ast.copy_location(method_of_self("_rotated"), node.func)
-        elif self.norms and _is_norm(node) is not None:
-            return node.args[0]
-        return node
-
-
-def _is_norm(node: ast.AST) -> str | None:
-    """q_norm or k_norm, if this is a call of self.q_norm or self.k_norm on one argument."""
-    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
-        return None
-    name = attribute_of_self(node.func)
-    return name if name in ("q_norm", "k_norm") else None
+_ROTATION = Template(f"{FUNCTION}(Q, K, COS, SIN)", f"self._rotated({FUNCTION}, Q, K, COS, SIN)")
+_HEADS: Rules = {"NORM": lambda node: attribute_of_self(node) in ("q_norm", "k_norm")}
+_NORM_OF_HEADS = Template("NORM(X)", "X")
+_BEFORE_ROTATION = Template("NORM(X).transpose(1, 2)"), _NORM_OF_HEADS
 
 
 def _ends_in_norms(forward: ast.FunctionDef) -> bool:
@@ -200,32 +180,32 @@ def _ends_in_norms(forward: ast.FunctionDef) -> bool:
         return False
     given: dict[str, str] = {}  # from q_norm and k_norm to the name that has its result
     for statement in forward.body:
-        target = _assigned(statement)
-        value = getattr(statement, "value", None)
-        if isinstance(value, ast.Call) and ast.unparse(value.func) == FUNCTION:
-            arguments = [ast.unparse(argument) for argument in value.args[:2]]
-            return arguments == [given.get("q_norm"), given.get("k_norm")]
-        norm = None if value is None else _is_norm(before(".transpose(1, 2)", value))
-        names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-        if given and (target is None or names & {*given.values()}):
+        value: Any = getattr(statement, "value", None)
+        rotation = _ROTATION.match(value, {})
+        if rotation is not None:
+            names = [ast.unparse(rotation[name]) for name in "QK"]
+            return names == [given.get("q_norm"), given.get("k_norm")]
+        names = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        if given and (not _assigns_names(statement) or {*names} & {*given.values()}):
             return False
-        if norm is not None:
-            if target is None or len(target) != 1:
-                return False
-            given[norm] = target[0]
+        for template in _BEFORE_ROTATION:
+            bound, target = template.match(value, _HEADS), target_of(statement)
+            if bound is not None:
+                if target is None or not _assigns_names(statement):
+                    return False
+                given[attribute_of_self(bound["NORM"])] = target
+                break
     return False
 
 
-def _assigned(statement: ast.stmt) -> list[str] | None:
-    """The names that a statement assigns, if it does nothing else."""
+def _assigns_names(statement: ast.stmt) -> bool:
+    """Whether a statement assigns to names, and does nothing else."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        return None
+        return False
     target = statement.targets[0]
     targets = target.elts if isinstance(target, ast.Tuple) else [target]
-    if any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement.value)):
-        return None
-    names = [one.id for one in targets if isinstance(one, ast.Name)]
-    return names if len(names) == len(targets) else None
+    inner = (isinstance(node, ast.NamedExpr) for node in ast.walk(statement.value))
+    return not any(inner) and all(isinstance(one, ast.Name) for one in targets)
 
 
 def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
@@ -234,7 +214,7 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
     None for a class whose forward calls no function of this name.
     """
     outer = getattr(cls, "forward", None)  # that of a compiled class raises
-    if FUNCTION not in rewritten.names_in(outer):
+    if FUNCTION not in names_in(outer):
         return None
     try:
         made = source.decorated(outer)
@@ -243,18 +223,17 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
         if function is None or rotation is None:
             return f"the source of its {FUNCTION} is not one that fused_layernorm knows"
         norms = _ends_in_norms(made.tree)
-        rewrite = _Rewrite(norms)
-        tree = rewrite.visit(made.tree)
-        if rewrite.rotations != 1:
+        rewriter = Rewriter(_HEADS, _ROTATION, *([_NORM_OF_HEADS] if norms else []))
+        tree = rewriter.visit(made.tree)
+        if sum("COS" in bound for bound in rewriter.found) != 1:
             return f"its forward does not call {FUNCTION}(q, k, cos, sin) once"
-        parts = (Part(cls, "forward", outer), *function.parts)
         forward = source.rebuilt(made, tree)
     except source.Unreadable as error:
         return str(error)
-    return rewritten.subclass(
+    return subclass(
         cls,
         Known(KIND, _rotated),
-        parts,
+        (Part(cls, "forward", outer), *function.parts),
         forward,
         class_of,
         _norms=norms,

@@ -25,19 +25,23 @@ from . import neighbours as beside
 from . import registry, source
 from . import rotations as rotary
 from .classes import (
+    OURS,
+    PLAIN,
     REGISTERED,
     Forward,
     Known,
     give_back,
     is_derived_from_swapped,
+    is_fused,
+    is_made,
+    kind_of,
     lock,
-    made_class,
     plain_class,
     set_class,
     swapped_from,
     unmark,
 )
-from .registry import Found, is_fused, kind_of
+from .registry import Found
 
 Model = TypeVar("Model", bound=nn.Module)
 _log = logging.getLogger(__package__)
@@ -114,7 +118,7 @@ def _swap_all(
             "%s: %d %s-like modules were left: %s", _name(type(model)), left.total(), what, text
         )
     wanted = {*kinds, REGISTERED, *(_BESIDE if neighbours else [])}
-    if not any(is_fused(module) and kind_of(module) in wanted for module in model.modules()):
+    if not any(is_fused(module) and kind_of(type(module)) in wanted for module in model.modules()):
         warnings.warn(
             f"{caller}: nothing in {_name(type(model))} is fused: "
             + (f"left were {text}" if left else f"it has no {what}"),
@@ -194,17 +198,17 @@ def _norm(
         _check_forward(plain_class(module), forward)
         known = Known(found.kind, forward)
     elif not all(
-        norm in plan or (is_fused(norm) and kind_of(norm) not in ("rms", "group"))
+        norm in plan or (is_fused(norm) and kind_of(type(norm)) not in ("rms", "group"))
         for norm in map(module.get_submodule, known.norms)
     ):
         return "it has a norm that is not fused"
     elif known.forward is FusedRMSNorm.forward and hasattr(module, "bias"):
         return "it has a bias, of which nn.RMSNorm does not know"
     cls = swapped_from(module) or plain_class(module)
-    if known.forward in registry.FUSED:
-        return _Given(module, registry.FUSED[known.forward])
+    if cls in PLAIN and known.forward is PLAIN[cls][0].forward:
+        return _Given(module, PLAIN[cls][0])
     try:
-        made = made_class(cls, known, () if found.own else found.parts, found.own)
+        made = registry.class_of(cls, known, found.parts, found.own)
     except source.Unreadable as error:
         return str(error)
     return _Given(module, made, found.own)
@@ -235,7 +239,7 @@ def _give(given: _Given) -> None:
     """Gives a module the class in which the forward that is known serves its calls."""
     module, own = given.module, given.module.__dict__
     unmark(module)
-    if given.cls in registry.FUSED.values():
+    if given.cls in OURS:
         own.update(_is_swapped=True, **_LEAF)
     if given.own is not None:
         own["_taken_over"] = {name: own.pop(name) for name in _OF_LIGER if name in own}
@@ -273,7 +277,7 @@ def _unswap_all(model: Model, kinds: tuple[str, ...]) -> Model:
     for module in model.modules():
         with lock:
             cls = swapped_from(module)
-            if cls is not None and kind_of(module) in (*kinds, REGISTERED):
+            if cls is not None and kind_of(type(module)) in (*kinds, REGISTERED):
                 give_back(module, cls)
             elif cls is None and is_derived_from_swapped(module):
                 left[_name(type(module))] += 1
@@ -313,7 +317,7 @@ def register_swap(cls: type[nn.Module], make: Callable[[Any], Forward | None]) -
         raise TypeError(f"expected cls to be a subclass of torch.nn.Module, got {cls!r}")
     if not callable(make):
         raise TypeError(f"expected make to be callable, got {type(make).__name__}")
-    if issubclass(cls, registry.OURS) or "_swapped_from" in vars(cls):
+    if issubclass(cls, OURS) or is_made(cls):
         raise ValueError(f"expected a class that is not fused, got {cls.__name__}")
     registry.register(cls, make)
 

@@ -77,7 +77,6 @@ _DATA_FORMAT: Sources = {
     "c5771f134ac1e446": forwards.data_format,
     "ab6b0c69f427ea68": forwards.data_format_by_hand,  # before 5.0
 }
-_EOMT_2D: Sources = {"26e1adbf9895dc43": forwards.channels_first}
 _COHERE: Sources = {"0cdd061c391274fc": forwards.float32_without_bias}
 _NEMOTRON: Sources = dict.fromkeys(
     (
@@ -90,44 +89,42 @@ _ESM: Sources = dict.fromkeys(
     ("956c45a98aa4def4", "5f6256884cf0867e", "466226a4874aaf9a"), forwards.esmfold
 )
 _TRANSFORMERS: dict[str, Sources] = {
-    "bark.BarkLayerNorm": {"c1d493c5d7e8bcf9": forwards.shape_of_weight},
-    "chameleon.ChameleonLayerNorm": {"362a7741cd606c05": forwards.parameters_of_heads},
-    "cohere.CohereLayerNorm": _COHERE,
-    "cohere2.Cohere2LayerNorm": _COHERE,
-    "cohere2_moe.Cohere2MoeLayerNorm": _COHERE,
-    "cohere_compass.CohereCompassLayerNorm": _COHERE,
-    "convnext.ConvNextLayerNorm": _DATA_FORMAT,
-    "convnextv2.ConvNextV2LayerNorm": _DATA_FORMAT,
-    "deberta.DebertaLayerNorm": {"6863fff434c5e647": forwards.by_hand},
-    "deepseek_ocr2.DeepseekOcr2SamLayerNorm": _DATA_FORMAT,
-    "deepseek_vl_hybrid.DeepseekVLHybridLayerNorm": _DATA_FORMAT,
-    "dinov3_convnext.DINOv3ConvNextLayerNorm": _DATA_FORMAT,
-    "edgetam.EdgeTamLayerNorm": _DATA_FORMAT,
-    "edgetam_video.EdgeTamVideoLayerNorm": _DATA_FORMAT,
-    "eomt.EomtLayerNorm2d": _EOMT_2D,
-    "eomt_dinov3.EomtDinov3LayerNorm2d": _EOMT_2D,
-    "esm.esmfold.EsmFoldLayerNorm": _ESM,
-    "esmc.EsmcLayerNorm": {"b5c8b476ad3f062b": forwards.input_dtype},
-    "esmfold2.EsmFold2LayerNorm": {"8b5366d5a350c204": forwards.float32},
-    "got_ocr2.GotOcr2LayerNorm": _DATA_FORMAT,
-    "lw_detr.LwDetrLayerNorm": _DATA_FORMAT,
-    "nemotron.NemotronLayerNorm1P": _NEMOTRON,
-    "olmo.OlmoLayerNorm": {"225f198317ebff26": forwards.without_parameters},
-    "pp_formulanet.PPFormulaNetLayerNorm": _DATA_FORMAT,
-    "rf_detr.RfDetrLayerNorm": _DATA_FORMAT,
-    "sam.SamLayerNorm": _DATA_FORMAT,
-    "sam2.Sam2LayerNorm": _DATA_FORMAT,
-    "sam2_video.Sam2VideoLayerNorm": _DATA_FORMAT,
-    "sam3_tracker.Sam3TrackerLayerNorm": _DATA_FORMAT,
-    "sam3_tracker_video.Sam3TrackerVideoLayerNorm": _DATA_FORMAT,
-    "sam_hq.SamHQLayerNorm": _DATA_FORMAT,
-    "seggpt.SegGptLayerNorm": _DATA_FORMAT,
-    "slanext.SLANeXtLayerNorm": _DATA_FORMAT,
-    "squeezebert.SqueezeBertLayerNorm": {"eef1a372fdc3a18d": forwards.channels_first_1d},
-    "unlimited_ocr.UnlimitedOcrSamLayerNorm": _DATA_FORMAT,
-    "videomt.VideomtLayerNorm2d": _EOMT_2D,
-    "videoprism.VideoPrismLayerNorm": {"20daf2b7a4a39409": forwards.weight_plus_one},
-    "vitdet.VitDetLayerNorm": {"e720fd57aa8f8d09": forwards.channels_first_by_hand},
+    name: sources
+    for names, sources in (
+        ("bark.BarkLayerNorm", {"c1d493c5d7e8bcf9": forwards.shape_of_weight}),
+        ("chameleon.ChameleonLayerNorm", {"362a7741cd606c05": forwards.parameters_of_heads}),
+        (
+            "cohere.CohereLayerNorm cohere2.Cohere2LayerNorm cohere2_moe.Cohere2MoeLayerNorm "
+            "cohere_compass.CohereCompassLayerNorm",
+            _COHERE,
+        ),
+        (
+            "convnext.ConvNextLayerNorm convnextv2.ConvNextV2LayerNorm got_ocr2.GotOcr2LayerNorm "
+            "deepseek_ocr2.DeepseekOcr2SamLayerNorm edgetam_video.EdgeTamVideoLayerNorm "
+            "deepseek_vl_hybrid.DeepseekVLHybridLayerNorm dinov3_convnext.DINOv3ConvNextLayerNorm "
+            "edgetam.EdgeTamLayerNorm lw_detr.LwDetrLayerNorm rf_detr.RfDetrLayerNorm "
+            "pp_formulanet.PPFormulaNetLayerNorm sam.SamLayerNorm sam2.Sam2LayerNorm "
+            "sam2_video.Sam2VideoLayerNorm sam3_tracker.Sam3TrackerLayerNorm "
+            "sam3_tracker_video.Sam3TrackerVideoLayerNorm sam_hq.SamHQLayerNorm "
+            "seggpt.SegGptLayerNorm slanext.SLANeXtLayerNorm "
+            "unlimited_ocr.UnlimitedOcrSamLayerNorm",
+            _DATA_FORMAT,
+        ),
+        ("deberta.DebertaLayerNorm", {"6863fff434c5e647": forwards.by_hand}),
+        (
+            "eomt.EomtLayerNorm2d eomt_dinov3.EomtDinov3LayerNorm2d videomt.VideomtLayerNorm2d",
+            {"26e1adbf9895dc43": forwards.channels_first},
+        ),
+        ("esm.esmfold.EsmFoldLayerNorm", _ESM),
+        ("esmc.EsmcLayerNorm", {"b5c8b476ad3f062b": forwards.input_dtype}),
+        ("esmfold2.EsmFold2LayerNorm", {"8b5366d5a350c204": forwards.float32}),
+        ("nemotron.NemotronLayerNorm1P", _NEMOTRON),
+        ("olmo.OlmoLayerNorm", {"225f198317ebff26": forwards.without_parameters}),
+        ("squeezebert.SqueezeBertLayerNorm", {"eef1a372fdc3a18d": forwards.channels_first_1d}),
+        ("videoprism.VideoPrismLayerNorm", {"20daf2b7a4a39409": forwards.weight_plus_one}),
+        ("vitdet.VitDetLayerNorm", {"e720fd57aa8f8d09": forwards.channels_first_by_hand}),
+    )
+    for name in names.split()
 }
 
 
