@@ -26,7 +26,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .reading import read, value_of
 
-_IN_PLACE = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
+_IN_PLACE = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+    *("and", "or", "xor", "lshift", "rshift"),
+)
 _WRITING_METHODS = {"__setitem__", *(f"__i{name}__" for name in _IN_PLACE)}
 _WRITING_FUNCTIONS = {getattr(operator, name) for name in _WRITING_METHODS}
 # Modules whose builtin functions write into nothing but by _WRITING_FUNCTIONS.
