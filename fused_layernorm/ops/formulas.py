@@ -272,12 +272,14 @@ def gate_backward(
 ) -> tuple[Tensor, Tensor]:
     """What gate_backward gives."""
     acc = acc_dtype(dresidual_out.dtype, input.dtype, gate.dtype)
-    d = dresidual_out.to(acc)
     dinput, dgate = input.new_empty((0,)), gate.new_empty((0,))
     if needs_dinput:
-        dinput = (d * gate.to(acc)).to(input.dtype)
+        # Of one dtype, a product is computed in float32 and rounded once, without copies.
+        one_dtype = dresidual_out.dtype == input.dtype == gate.dtype
+        d = dresidual_out if one_dtype else dresidual_out.to(acc)
+        dinput = (d * gate).to(input.dtype)
     if needs_dgate:
-        dgate = sum_to(d * input.to(acc), gate.shape).to(gate.dtype)
+        dgate = sum_to(dresidual_out.to(acc) * input, gate.shape).to(gate.dtype)
     return dinput, dgate
 
 
