@@ -11,7 +11,8 @@ namespace {
 
 std::mutex forced_mutex;
 Forced forced_plan;
-std::atomic<bool> is_any_forced = false;  // every plan asks, and hardly any process forces one
+// Every plan asks these two, and hardly any process forces one.
+std::atomic<bool> is_any_forced = false, formula_is_forced = false;
 
 }  // namespace
 
@@ -25,7 +26,10 @@ void set_forced(Forced forced) {
   const std::lock_guard<std::mutex> lock(forced_mutex);
   forced_plan = std::move(forced);
   is_any_forced = !forced_plan.words.empty();
+  formula_is_forced = forced_plan.strategy == kFormula;
 }
+
+bool is_formula_forced() { return formula_is_forced.load(std::memory_order_relaxed); }
 
 void refuse(const Forced& forced, const Problem& problem, bool backward) {
   std::ostringstream with;

@@ -46,6 +46,10 @@ struct Forced {
 
 Forced forced_now();
 void set_forced(Forced forced);
+// The name of no strategy: where it is forced, no call is prepared, and the operators' formulas
+// serve.
+constexpr std::string_view kFormula = "formula";
+bool is_formula_forced();
 
 // Throws std::invalid_argument with a message of these parts: a plan, or a forced part of one, that
 // nobody can have.

@@ -10,13 +10,10 @@
 #include <vector>
 
 #include "backward/plan.h"
-#include "call/prepare.h"
 #include "forward/plan.h"
 
 namespace fused_layernorm {
 namespace {
-
-constexpr std::string_view kFormula = "formula";
 
 // The fields that can be forced beside the strategy, in the order of Field. No problem can have a
 // value outside of its field's range.
@@ -111,10 +108,6 @@ Forced parse(const std::string& options) {
 
 }  // namespace
 
-void force_plan(std::optional<std::string> options) {
-  const Forced forced = parse(options.value_or(""));
-  force_formula(forced.strategy == kFormula);
-  set_forced(forced);
-}
+void force_plan(std::optional<std::string> options) { set_forced(parse(options.value_or(""))); }
 
 }  // namespace fused_layernorm

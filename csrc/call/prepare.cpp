@@ -2,7 +2,6 @@
 // From the description of a call to a launch's parameters and plan; prepare.h has the contract.
 #include "call/prepare.h"
 
-#include <atomic>
 #include <cmath>
 
 #include "call/layout.h"
@@ -10,8 +9,6 @@
 
 namespace fused_layernorm {
 namespace {
-
-std::atomic<bool> formula_is_forced = false;
 
 // What both directions ask first. x's leading dimensions are rows, its others columns.
 struct Norm {
@@ -173,9 +170,6 @@ std::optional<backward::Channels> plan_channels(const BackwardCall& call, const 
 }
 
 }  // namespace
-
-bool is_formula_forced() { return formula_is_forced.load(std::memory_order_relaxed); }
-void force_formula(bool forced) { formula_is_forced = forced; }
 
 bool prepare(const ForwardCall& call, const Device& device, PreparedForward& into) {
   if (is_formula_forced()) return false;

@@ -51,11 +51,6 @@ using PreparedForward = Prepared<ForwardParams, Planned<forward::Plan>, forward:
 using PreparedBackward = Prepared<BackwardParams, Planned<backward::Plan>, backward::Channels,
                                   PreparedGroups, PreparedGated>;
 
-// Whether no call of any family is prepared, so that the operators' formulas serve: for tests
-// (bindings/force_plan.h).
-bool is_formula_forced();
-void force_formula(bool forced);
-
 // False for a call that kernels do not take as it is: because tensors do not lie where kernels read
 // or write them, a type has to be converted, or one launch does not suffice; or because it is not
 // valid. Throws std::invalid_argument if no plan can have what is forced, and in a trimmed build.
