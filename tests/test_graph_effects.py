@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from writing import FUNCTIONS, by_position, with_inplace
 
+from fused_layernorm.compile.effects import written
+
 pytestmark = pytest.mark.usefixtures("everywhere")
 
 # Where a write is looked for: `act(t)` writes into t, and every norm would be fused without it.
@@ -182,3 +184,21 @@ def test_all_is_fused_where_nothing_is_written(between):
     (row,) = compare(BETWEEN[between], lambda t: None)
     assert row.operator is not None
     assert row.fused or between in ("written out", "inside") or "before" in between
+
+
+def test_dtensors_are_read(mesh):
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def function(x):
+        whole = DTensor.from_local(x, mesh, [Shard(0)]).redistribute(placements=[Replicate()])
+        return whole.to_local()
+
+    found: list[str] = []
+
+    def backend(graph_module, example_inputs):
+        for node in graph_module.graph.nodes:
+            found.extend(node.name for argument in written(node) if argument is not None)
+        return graph_module.forward
+
+    torch.compile(function, backend=backend, fullgraph=True)(torch.randn(4, 4))
+    assert found == []

@@ -314,24 +314,6 @@ def test_writes_into_what_backward_reads(device, text, norm):
     assert rows[0].operator is not None  # AOTAutograd removes the write
 
 
-@torch.library.custom_op("tests_graph_pass::fill", mutates_args=("a",))
-def _own_fill(a: torch.Tensor) -> None:
-    a.fill_(1.0)
-
-
-@pytest.mark.parametrize("call", [torch.ops.tests_graph_pass.fill, _own_fill], ids=["op", "own"])
-def test_writes_of_custom_operators(call):
-    def function(x, residual, scale):
-        h = residual + x
-        y = norm(h)
-        call(h)
-        return y * (1 + torch.tanh(scale)), h
-
-    args = torch.randn(B, S, D), torch.randn(B, S, D), torch.randn(D)
-    result, _, _ = run(function, *args)
-    torch.testing.assert_close(result, function(*args))
-
-
 def test_write_into_a_view_of_a_norm_that_was_replaced(device):
     function = model("first = norm(x); second = norm(first); first.view(-1)[:3] = 0.5; "
                      "F.silu(second), first")  # fmt: skip

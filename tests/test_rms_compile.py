@@ -178,20 +178,6 @@ def test_models_of_transformers(device, name):
 # ---- Where a part of it is left ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "rounds"),
-    [  # 1 + weight is rounded, so the sum itself is the weight.
-        (WIDE + f"(y * {ROOT} * (1.0 + weight).float()).type_as(x)", False),
-        (WEIGHTLESS + "z * (1.0 + weight.float()).to(x.dtype)", True),
-    ],
-)
-def test_offset_in_half_precision(device, text, rounds):
-    rows, graphs = assert_same(model(text), tensors(BF16, device=device))
-    assert [row.operator for row in rows] == ["layer_norm"]
-    options = options_of(graphs[0])
-    assert (options.weight_offset, options.round_before_weight) == (0.0, rounds)
-
-
 def test_rounding_to_another_dtype(device):
     """T5's class with a bfloat16 weight rounds float32 rows to bfloat16: the product is left."""
     t = tensors(F32, device=device, parameter_dtype=BF16)
@@ -261,9 +247,13 @@ def test_weights_of_other_shapes(shape):
     assert LAYER_NORM.arguments(*node.args).weight is None
 
 
-def test_two_plus_weight():
-    _, graphs = assert_same(model(WEIGHTLESS + "z * (2 + weight)"), tensors())
-    assert options_of(graphs[0]).weight_offset == 0.0
+@pytest.mark.parametrize("text", ["z * (2 + weight)", "z * (1.0 + weight.float()).to(x.dtype)"])
+def test_sums_with_the_weight(text):
+    """The sum itself, rounded where the model rounds it, is the weight."""
+    for dtype in (F32, BF16):
+        torch._dynamo.reset()
+        _, graphs = assert_same(model(WEIGHTLESS + text), tensors(dtype))
+        assert options_of(graphs[0]).weight_offset == 0.0
 
 
 def test_used_before_the_weight():

@@ -38,7 +38,9 @@ _KNOWN_BUILTINS = ("_operator", "math", "builtins", "torch._C._functorch")
 _KNOWN_MODULES = {
     *("torch", "torch.functional", "torch.nn.functional", "torch._jit_internal"),
     *("torch._functorch.predispatch", "torch.amp.autocast_mode", "einops"),
+    "torch.distributed.tensor._api",
 }
+_METHODS_OF_DTENSORS = ("redistribute", "to_local", "full_tensor")
 # Arguments that a function without a mutable schema writes into, if they are given.
 _STATISTICS = ("running_mean", "running_var")
 _MODES = ("set_grad", "_enter_", "_exit_", "crement_nesting", "set_deterministic", "set_autocast")
@@ -65,7 +67,7 @@ def _written(node: Node) -> list[Any] | None:
     if node.op == "call_method" or hasattr(target, "__objclass__"):
         if name in _WRITING_METHODS or (name.endswith("_") and not name.endswith("__")):
             return [*node.args[:1]]
-        return [] if hasattr(Tensor, name) else None
+        return [] if hasattr(Tensor, name) or name in _METHODS_OF_DTENSORS else None
     if node.op != "call_function":
         return None
     if target in _WRITING_FUNCTIONS:

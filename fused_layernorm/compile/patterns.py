@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
+from ..ops import arguments, groups
 from .reading import Call, before_casts, is_number, is_tensor, origin, read
 
 # How the variance is written, and the mean square of RMSNorm.
@@ -48,13 +49,10 @@ MODULATIONS = (
     "norm + norm * scale",
 )
 ACTIVATIONS = {
-    "gelu(norm)": "gelu",
-    "gelu_tanh(norm)": "gelu_tanh",
-    "silu(norm)": "silu",
+    **{f"{name}(norm)": name for name in arguments.ACTIVATIONS},
     "norm * sigmoid(norm)": "silu",
-    "relu(norm)": "relu",
 }
-GROUP_ACTIVATIONS = {**ACTIVATIONS, "leaky_relu(norm)": "leaky_relu"}
+GROUP_ACTIVATIONS = {**{f"{name}(norm)": name for name in groups.ACTIVATIONS}, **ACTIVATIONS}
 FACTORS = ("norm * factor",)
 
 _NUMBERS = ("eps", "factor")
