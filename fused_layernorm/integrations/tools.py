@@ -111,15 +111,18 @@ def _show_stock(graph_module: nn.Module) -> None:
 
     The model from which the graph was traced keeps its own.
     """
+    shown: dict[nn.Module, nn.Module] = {}
     for name, module in [*graph_module.named_modules(remove_duplicate=False)]:
         stock, own = classes.swapped_from(module), vars(module)
         if stock is None or "_taken_over" in own or any(True for _ in module.children()):
             continue
-        shown = copy.copy(module)
-        vars(shown).update({n: copy.copy(own[n]) for n in ("_parameters", "_buffers", "_modules")})
-        classes.give_back(shown, stock)
+        if module not in shown:
+            one = shown[module] = copy.copy(module)
+            dicts = ("_parameters", "_buffers", "_modules")
+            vars(one).update({name: copy.copy(own[name]) for name in dicts})
+            classes.give_back(one, stock)
         parent, _, attribute = name.rpartition(".")
-        graph_module.get_submodule(parent)._modules[attribute] = shown
+        graph_module.get_submodule(parent)._modules[attribute] = shown[module]
 
 
 def _tell(module: str, register: Callable[[], None]) -> None:

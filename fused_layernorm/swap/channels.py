@@ -35,31 +35,24 @@ def _is_supported(x: Any, weight: Any, *, half: bool) -> bool:
 # ---- timm. In half precision RmsNorm2d rounds at every step, or autocast decides where it does.
 
 
-def _timm(self: Any, x: Tensor, *, wide: bool) -> Tensor | None:
-    if (
-        not _is_supported(x, self.weight, half=wide)
-        or x.dim() != 4
-        or len(self.normalized_shape) != 1
-    ):
-        return None
-    if not wide and self._fast_norm:
-        return None
-    if self.weight is not None and self.weight.shape != x.shape[1:2]:
-        return None
-    y: Tensor = rms_norm(x, self.weight, self.eps, out_dtype=x.dtype, dim=1)
-    return y
+def _timm(*, wide: bool) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor | None:
+        if not wide and self._fast_norm:
+            return None
+        if not _is_supported(x, self.weight, half=wide) or x.dim() != 4:
+            return None
+        if len(self.normalized_shape) != 1:
+            return None
+        if self.weight is not None and self.weight.shape != x.shape[1:2]:
+            return None
+        y: Tensor = rms_norm(x, self.weight, self.eps, out_dtype=x.dtype, dim=1)
+        return y
+
+    return forward
 
 
-def timm(self: Any, x: Tensor) -> Tensor | None:
-    return _timm(self, x, wide=False)
-
-
-def timm_float32(self: Any, x: Tensor) -> Tensor | None:
-    return _timm(self, x, wide=True)
-
-
-timm_act = then_act(timm)
-timm_float32_act = then_act(timm_float32)
+timm, timm_float32 = _timm(wide=False), _timm(wide=True)
+timm_act, timm_float32_act = then_act(timm), then_act(timm_float32)
 
 
 # ---- diffusers' VAEs: F.normalize, which divides by the length of the vector of channels or by

@@ -224,8 +224,10 @@ if getattr(_CALL, "__globals__", None) is not vars(_modules):  # somebody has re
 def _has_own_call(cls: type[nn.Module]) -> bool:
     """Whether another __call__ than nn.Module's runs; that of torch.fx takes a kernel as it is."""
     call: Any = cls.__call__
+    if call is _CALL:
+        return False
     names = getattr(call, "__globals__", {})
-    return call is not _CALL and not names.get("__name__", "").startswith("torch.fx.")
+    return not names.get("__name__", "").startswith("torch.fx.")
 
 
 _has_own_call._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -158,17 +158,18 @@ def _norm(
         unless: an attribute that is true where the class computes something else.
     """
     back = None if order is None else [*map(order.index, range(len(order)))]
+    # torch.fx sees what getattr reads, as it does in the classes.
+    read: Any = getattr if dtype or plus_one or order is not None else parameter
 
     def forward(self: Any, x: Tensor) -> Tensor | None:
         if unless is not None and getattr(self, unless):
             return None
-        weight: Any
-        bias: Any
-        weight, bias = _parameters(self) if affine else (None, None)
+        x = x if order is None else x.permute(order)  # first, as the classes do
+        weight: Any = read(self, "weight") if affine else None
+        bias: Any = read(self, "bias") if affine else None
+        weight = weight + 1.0 if plus_one else weight
         number = getattr(self, eps) if isinstance(eps, str) else eps
         sizes = None if shape is None else getattr(self, shape)
-        x = x if order is None else x.permute(order)
-        weight = self.weight + 1.0 if plus_one else weight  # which torch.fx sees
         if dtype == "float32":
             y = _in_input_dtype(x, weight, bias, number, sizes)
         elif dtype in ("promoted", "widened"):

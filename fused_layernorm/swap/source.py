@@ -53,9 +53,6 @@ class Source(NamedTuple):
     digest: str
     parts: tuple[Part, ...]
 
-    def is_as_read(self) -> bool:
-        return all(part.is_as_read() for part in self.parts)
-
 
 def read(cls: type) -> Source | None:
     """The source of the class's forward as it is now, or None if it cannot be read.
