@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 #include "call/description.h"
 #include "call/schemas.h"
@@ -187,6 +188,49 @@ inline Activation activation_of(std::string_view name) {
   return Activation::kNone;
 }
 
+// ---- Fields: where an operator has an argument, and where a description of its call. What reads
+// calls, writes them back and describes them goes over these.
+
+template <class Member>
+struct ArgumentField {
+  size_t position;  // kAbsent if the operator lacks it
+  Member member;
+};
+
+// The parameters: optional tensors, but a gate that is no optional one.
+template <class Op, class Norm>
+constexpr ArgumentField<decltype(&Norm::weight)> kParameters[] = {{Op::kWeight, &Norm::weight},
+                                                                  {Op::kBias, &Norm::bias},
+                                                                  {Op::kShift, &Norm::shift},
+                                                                  {Op::kScale, &Norm::scale},
+                                                                  {Op::kGate, &Norm::gate}};
+constexpr size_t kParameterCount = 5;
+
+// Describes the parameters of `norm`, by `raw_of` each.
+template <class Norm, class Raw>
+void describe_parameters(const Norm& norm, NormCall& call, const Raw& raw_of) {
+  constexpr auto& from = kParameters<Operator<schemas::LayerNorm>, Norm>;
+  constexpr auto& into = kParameters<Operator<schemas::LayerNorm>, NormCall>;
+  for (size_t i = 0; i < kParameterCount; ++i) call.*into[i].member = raw_of(norm.*from[i].member);
+}
+
+// Calls a function with the field of every option that is a number or a flag, and is there.
+template <class Op, class Function>
+void each_number(const Function& function) {
+  using Options = NormOptions;
+  const auto pass = [&](size_t position, auto member) {
+    if (position != kAbsent) function(position, member);
+  };
+  pass(Op::kNormalizedNdim, &Options::normalized_ndim);
+  pass(Op::kNumGroups, &Options::num_groups);
+  pass(Op::kGroupSize, &Options::group_size);
+  pass(Op::kOutputScale, &Options::output_scale);
+  pass(Op::kEps, &Options::eps);
+  pass(Op::kWeightOffset, &Options::weight_offset);
+  pass(Op::kKeepsOrder, &Options::keeps_order);
+  pass(Op::kRoundBeforeWeight, &Options::round_before_weight);
+}
+
 // The options of a call. `Stack` gives the argument of a position: an integer, a real number, a
 // flag, a name, or a name that may be None (an optional string or a pointer). It is told of an
 // unknown one.
@@ -197,18 +241,17 @@ NormOptions read_options(Stack&& stack) {
     options.has_unknown_name = true;
     stack.refuse(choices, name);
   };
-  const auto integer = [&](size_t position, int64_t& into) {
-    if (position != kAbsent) into = stack.integer(position);
-  };
-  const auto real = [&](size_t position, double& into) {
-    if (position != kAbsent) into = stack.real(position);
-  };
-  const auto flag = [&](size_t position, bool& into) {
-    if (position != kAbsent) into = stack.flag(position);
-  };
-  integer(Op::kNormalizedNdim, options.normalized_ndim);
-  integer(Op::kNumGroups, options.num_groups);
-  integer(Op::kGroupSize, options.group_size);
+  options.keeps_order = Op::kHasGroups;
+  each_number<Op>([&](size_t position, auto member) {
+    auto& into = options.*member;
+    if constexpr (std::is_same_v<decltype(into), int64_t&>) {
+      into = stack.integer(position);
+    } else if constexpr (std::is_same_v<decltype(into), double&>) {
+      into = stack.real(position);
+    } else {
+      into = stack.flag(position);
+    }
+  });
   if constexpr (Op::kActivation != kAbsent) {
     if (const auto name = stack.name_if_any(Op::kActivation)) {
       options.activation = activation_of(*name);
@@ -218,17 +261,11 @@ NormOptions read_options(Stack&& stack) {
       }
     }
   }
-  real(Op::kOutputScale, options.output_scale);
-  real(Op::kEps, options.eps);
   if constexpr (Op::kStatistic != kAbsent) {
     const std::string& statistic = stack.name(Op::kStatistic);
     options.is_rms = statistic == "rms";
     if (!options.is_rms && statistic != "layer") refuse(kStatisticChoices, statistic);
   }
-  real(Op::kWeightOffset, options.weight_offset);
-  options.keeps_order = Op::kHasGroups;
-  flag(Op::kKeepsOrder, options.keeps_order);
-  flag(Op::kRoundBeforeWeight, options.round_before_weight);
   if constexpr (Op::kGateFirst != kAbsent) {
     options.is_rms = true;
     options.gate_place = stack.flag(Op::kGateFirst) ? GatePlace::kFirst : GatePlace::kLast;
@@ -244,26 +281,19 @@ NormOptions read_options(Stack&& stack) {
 template <class Op, class Put>
 void write_options(const NormOptions& options, const Put& put) {
   using Name = std::string_view;
-  const auto put_any = [&](size_t position, const auto& value) {
-    if (position != kAbsent) put(position, value);
-  };
-  put_any(Op::kNormalizedNdim, options.normalized_ndim);
-  put_any(Op::kNumGroups, options.num_groups);
-  put_any(Op::kGroupSize, options.group_size);
-  const bool activates = options.activation != Activation::kNone;
+  each_number<Op>([&](size_t position, auto member) { put(position, options.*member); });
   if constexpr (Op::kActivation != kAbsent) {
-    put_any(Op::kActivation,
-            activates ? std::optional<Name>(name_of(options.activation)) : std::nullopt);
+    const bool activates = options.activation != Activation::kNone;
+    put(Op::kActivation,
+        activates ? std::optional<Name>(name_of(options.activation)) : std::nullopt);
   }
-  put_any(Op::kOutputScale, options.output_scale);
-  put_any(Op::kEps, options.eps);
-  put_any(Op::kStatistic, Name(options.is_rms ? "rms" : "layer"));
-  put_any(Op::kWeightOffset, options.weight_offset);
-  put_any(Op::kKeepsOrder, options.keeps_order);
-  put_any(Op::kRoundBeforeWeight, options.round_before_weight);
-  put_any(Op::kGateFirst, options.gate_place == GatePlace::kFirst);
-  const bool is_silu = options.activation == Activation::kSilu;
-  put_any(Op::kGateActivation, Name(is_silu ? "silu" : "sigmoid"));
+  if constexpr (Op::kStatistic != kAbsent) {
+    put(Op::kStatistic, Name(options.is_rms ? "rms" : "layer"));
+  }
+  if constexpr (Op::kGateFirst != kAbsent) {
+    put(Op::kGateFirst, options.gate_place == GatePlace::kFirst);
+    put(Op::kGateActivation, Name(options.activation == Activation::kSilu ? "silu" : "sigmoid"));
+  }
 }
 
 }  // namespace fused_layernorm

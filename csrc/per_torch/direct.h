@@ -135,24 +135,6 @@ struct LikeX {
   }
 };
 
-// Each may be undefined.
-struct Parameters {
-  const Tensor &weight, &bias, &shift, &scale, &gate;
-};
-
-// Describes what forward and backward have in common; points into the arguments.
-inline void describe(const Tensor& x, const NormOptions& options, const Parameters& parameters,
-                     NormCall& call) {
-  const auto& [weight, bias, shift, scale, gate] = parameters;
-  call.options = options;
-  call.device = x.device().index();
-  call.weight = raw(weight);
-  call.bias = raw(bias);
-  call.shift = raw(shift);
-  call.scale = raw(scale);
-  call.gate = raw(gate);
-}
-
 template <typename Call, typename Launch>
 void launch_directly(const Call& call, DirectLaunch& prepared, int64_t workspace_bytes,
                      const Launch& launch) {
@@ -183,18 +165,18 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, const NormOp
   const Tensor& input = arguments[Op::kInput].toTensor();
   const Tensor& residual = tensor_at(Op::kResidual);
   const Tensor& x = Op::kHasResidual ? residual : input;
-  const Parameters parameters = {tensor_at(Op::kWeight), tensor_at(Op::kBias),
-                                 tensor_at(Op::kShift), tensor_at(Op::kScale),
-                                 tensor_at(Op::kGate)};
-  const auto& [weight, bias, shift, scale, gate] = parameters;
-  for (const Tensor* each : {&residual, &weight, &bias, &shift, &scale, &gate}) {
-    if (!is_beside(*each, input)) return false;
+  ForwardCall call;
+  for (const auto& [position, member] : kParameters<Op, NormCall>) {
+    const Tensor& parameter = tensor_at(position);
+    if (!is_beside(parameter, input)) return false;
+    call.*member = raw(parameter);
   }
+  if (!is_beside(residual, input)) return false;
   const LikeX like_x = {input, options.keeps_order};
   if (!like_x.is_dense()) return false;
   const at::ScalarType y_type = dtype_of(arguments[Op::kOutDtype]).value_or(input.scalar_type());
-  ForwardCall call;
-  describe(input, options, parameters, call);
+  call.options = options;
+  call.device = input.device().index();
   call.input = raw(input);
   call.residual = raw(residual);
   call.y = like_x.describe(y_type);
@@ -258,7 +240,9 @@ inline bool backward_directly(const SavedNorm& saved, const NormOptions& options
   const LikeX like_x = {x, options.keeps_order};
   if (!like_x.is_dense()) return false;
   BackwardCall call;
-  describe(x, options, {weight, bias, shift, scale, gate}, call);
+  call.options = options;
+  call.device = x.device().index();
+  describe_parameters(saved, call, [](const Tensor& tensor) { return raw(tensor); });
   call.needs = needs;
   call.dy = raw(dy);
   call.x = raw(x);
@@ -307,12 +291,8 @@ GradientsOfNorm call_backward(const SavedNorm& saved, const NormOptions& options
     put(Op::kMean, saved.mean.defined() ? saved.mean : saved.rstd.new_empty({0}));
   }
   put(Op::kRstd, saved.rstd);
-  put(Op::kWeight, saved.weight);
-  put(Op::kBias, saved.bias);
-  put(Op::kShift, saved.shift);
-  put(Op::kScale, saved.scale);
+  for (const auto& [position, member] : kParameters<Op, SavedNorm>) put(position, saved.*member);
   put(Op::kInput, saved.input);
-  put(Op::kGate, saved.gate);
   put(Op::kDresidual, saved.dresidual);
   for (const auto& flag : kGradientFlags<Op, Tensor>) {
     if (flag.position != kAbsent) stack[flag.position] = needs.*flag.needed;

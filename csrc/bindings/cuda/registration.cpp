@@ -23,21 +23,12 @@ using MaybeTensor = std::optional<Tensor>;
 
 const Tensor* address_of(const MaybeTensor& tensor) { return tensor ? &*tensor : nullptr; }
 
-// Reads an optional tensor, if the operator has it.
-void read(Call& call, size_t position, MaybeTensor& into) {
-  if (position != kAbsent) into = call.at<MaybeTensor>(position);
-}
-
 template <class Op>
 void read_norm(Call& call, NormArguments& into) {
-  read(call, Op::kWeight, into.weight);
-  read(call, Op::kBias, into.bias);
-  read(call, Op::kShift, into.shift);
-  read(call, Op::kScale, into.scale);
-  if constexpr (Op::kGateIsOptional) {
-    read(call, Op::kGate, into.gate);
-  } else if constexpr (Op::kHasGate) {
-    into.gate = call.at<Tensor>(Op::kGate);
+  for (const auto& [position, member] : kParameters<Op, NormArguments>) {
+    if (position == kAbsent) continue;
+    const bool is_tensor = position == Op::kGate && !Op::kGateIsOptional;
+    into.*member = is_tensor ? call.at<Tensor>(position) : call.at<MaybeTensor>(position);
   }
   into.options = read_options<Op>(call);
 }
@@ -45,14 +36,12 @@ void read_norm(Call& call, NormArguments& into) {
 // The reverse of read_norm.
 template <class Op>
 void put_norm(Call& call, const NormArguments& a) {
-  call.put(Op::kWeight, a.weight);
-  call.put(Op::kBias, a.bias);
-  call.put(Op::kShift, a.shift);
-  call.put(Op::kScale, a.scale);
-  if constexpr (Op::kGateIsOptional) {
-    call.put(Op::kGate, a.gate);
-  } else if constexpr (Op::kHasGate) {
-    call.put(Op::kGate, *a.gate);
+  for (const auto& [position, member] : kParameters<Op, NormArguments>) {
+    if (position == Op::kGate && Op::kHasGate && !Op::kGateIsOptional) {
+      call.put(position, *(a.*member));
+    } else {
+      call.put(position, a.*member);
+    }
   }
   write_options<Op>(a.options, [&](size_t position, const auto& value) {
     using Value = std::decay_t<decltype(value)>;
@@ -111,7 +100,7 @@ void backward_operator(StableIValue* stack, uint64_t arguments, uint64_t results
       {}, call.at<Tensor>(Op::kDy), call.at<Tensor>(Op::kX), call.at<Tensor>(Op::kRstd)};
   if constexpr (Op::kMean != kAbsent) a.mean = call.at<Tensor>(Op::kMean);
   if constexpr (Op::kGatesSum) a.input = call.at<Tensor>(Op::kInput);
-  read(call, Op::kDresidual, a.dresidual);
+  if constexpr (Op::kDresidual != kAbsent) a.dresidual = call.at<MaybeTensor>(Op::kDresidual);
   read_norm<Op>(call, a);
   for (const auto& flag : kGradientFlags<Op, MaybeTensor>) {
     if (flag.position != kAbsent) a.needs.*flag.needed = call.flag(flag.position);
@@ -142,11 +131,7 @@ void backward_operator(StableIValue* stack, uint64_t arguments, uint64_t results
 
 void describe(const NormArguments& a, NormCall& call) {
   call.options = a.options;
-  call.weight = raw(a.weight);
-  call.bias = raw(a.bias);
-  call.shift = raw(a.shift);
-  call.scale = raw(a.scale);
-  call.gate = raw(a.gate);
+  describe_parameters(a, call, [](const MaybeTensor& tensor) { return raw(tensor); });
 }
 
 void new_statistics(const Tensor& x, const std::vector<int64_t>& sizes, DataType type, bool is_rms,
