@@ -153,7 +153,10 @@ MODELS = {  # how many norms a model of two layers has
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers(device, name):
-    """Every norm of a decoder is replaced, and the numbers are those of eager mode."""
+    """Every norm of a decoder is replaced, and the numbers are those of eager mode.
+
+    Gemma 3 normalizes queries as views, whose strides an operator would not give.
+    """
     model, inputs = decoder(
         name, "Gemma3TextConfig" if name == "Gemma3" else None, attn_implementation="eager"
     )
@@ -168,7 +171,10 @@ def test_models_of_transformers(device, name):
     model.zero_grad()
     found, rows, _ = run(function)
     found.float().square().mean().backward()
-    assert [row.operator is not None for row in rows] == [True] * MODELS[name]
+    assert len(rows) == MODELS[name]
+    left = [row for row in rows if row.operator is None]
+    assert len(left) == (2 if name == "Gemma3" else 0)
+    assert all("strides" in row.notes[-1] for row in left)
     assert (found == expected).float().mean() >= 0.999
     for name, parameter in model.named_parameters():
         difference = (parameter.grad - gradients[name]).float().norm()
