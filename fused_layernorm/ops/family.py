@@ -119,7 +119,9 @@ def composite(family: Family) -> Callable[..., Outputs]:
     return implementation
 
 
-def gradients(operator: OpOverload, formula: Callable[[Any], Outputs]) -> Callable[..., Outputs]:
+def gradients(
+    operator: OpOverload, formula: Callable[[Any, bool], Outputs]
+) -> Callable[..., Outputs]:
     """What a backward operator gives, but for the order of memory, by PyTorch's derivative of a
     formula of its call: of y, and what was normalized, whose gradients are dy and dresidual."""
     Call = load.call_of(operator)
@@ -130,10 +132,10 @@ def gradients(operator: OpOverload, formula: Callable[[Any], Outputs]) -> Callab
         wanted = [n.removeprefix("needs_d") for n, needed in pairs if n[:7] == "needs_d" and needed]
         if not wanted:
             return results(b, {})
-        count = 1 if b.dresidual is None else 2
+        count, once = 1 if b.dresidual is None else 2, formulas.is_once()
 
         def function(*leaves: Tensor) -> Outputs:
-            return formula(b._replace(**dict(zip(wanted, leaves, strict=True))))[:count]
+            return formula(b._replace(**dict(zip(wanted, leaves, strict=True))), once)[:count]
 
         leaves = [getattr(b, name) for name in wanted]
         grads = [b[0]] if b.dresidual is None else [b[0], b.dresidual.to(acc_dtype(b.x.dtype))]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import load
 
@@ -121,13 +122,49 @@ def laid_out(result: Tensor, like: Tensor, keeps_order: bool) -> Tensor:
     return result if result.stride() == ordered.stride() else ordered.copy_(result)
 
 
-def normalized(a: Any, x: Tensor, ndim: int) -> tuple[Tensor, Tensor, Tensor]:
+class _Xhat(torch.autograd.Function):
+    """xhat of rows whose mean and rstd are known, to be differentiated once: by fewer operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor | None, rstd: Tensor, ndim: int) -> Tensor:
+        centered = x if mean is None else x - mean
+        ctx.save_for_backward(centered, rstd)
+        ctx.ndim, ctx.is_rms = ndim, mean is None
+        return centered * rstd
+
+    @staticmethod
+    def backward(ctx: Any, dxhat: Tensor) -> Any:
+        centered, rstd = ctx.saved_tensors
+        ndim = ctx.ndim
+        if ctx.is_rms:
+            xhat = centered * rstd
+            along = (dxhat * xhat).mean(tuple(range(-ndim, 0)), keepdim=True)
+            return torch.addcmul(dxhat, xhat, along, value=-1) * rstd, None, None, None
+        # PyTorch's takes x rstd - mean rstd for xhat, which cancels where the mean is large. So it
+        # gets x - mean and a mean of zero.
+        rows = (dxhat.contiguous(), centered.contiguous(), centered.shape[centered.dim() - ndim :])
+        rstd = rstd.contiguous()
+        of_rows = (*rows, torch.zeros_like(rstd), rstd, None, None, [True, False, False])
+        return _aten.native_layer_norm_backward(*of_rows)[0], None, None, None
+
+
+def is_once() -> bool:
+    """Whether gradients that are taken now are not differentiated, by no mode or transform."""
+    in_transform = torch._C._are_functorch_transforms_active()
+    return not (torch.is_grad_enabled() or in_transform or forward_ad._current_level >= 0)
+
+
+def normalized(a: Any, x: Tensor, ndim: int, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The mean, xhat and rstd of x, which has the arithmetic's dtype, over its last dimensions.
 
     RMSNorm's mean is an empty tensor. eps is no argument of backward: rstd has the value that the
-    forward pass gave.
+    forward pass gave. once: whether what this gives in backward is differentiated no second time.
     """
     dims = tuple(range(-ndim, 0))
+    if once:
+        shape = (*x.shape[: x.dim() - ndim], *[1] * ndim)
+        given, rstd = None if a.is_rms else a.mean.reshape(shape), a.rstd.reshape(shape)
+        return x.new_empty((0,)), _Xhat.apply(x, given, rstd, ndim), rstd
     mean, centered = x.new_empty((0,)), x
     if not a.is_rms:
         mean = x.mean(dims, keepdim=True)
@@ -143,7 +180,9 @@ def normalized(a: Any, x: Tensor, ndim: int) -> tuple[Tensor, Tensor, Tensor]:
     return mean, centered * rstd, rstd
 
 
-def of_rows(a: Any, x: Tensor, exact: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def of_rows(
+    a: Any, x: Tensor, exact: bool = True, once: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, rstd) of what is normalized.
 
     exact: whether it may be differentiated; otherwise it has as few operators as possible.
@@ -153,7 +192,7 @@ def of_rows(a: Any, x: Tensor, exact: bool = True) -> tuple[Tensor, Tensor, Tens
     # PyTorch's layer_norm would read a contiguous copy of x.
     lies_apart = a.keeps_order and not x.is_contiguous()
     if exact or a.is_rms or a.rounds_xhat or lies_apart:
-        mean, xhat, rstd = normalized(a, wide, ndim)
+        mean, xhat, rstd = normalized(a, wide, ndim, once)
         z = affine(xhat.to(a.input.dtype).to(acc) if a.rounds_xhat else xhat, weight, bias)
     else:
         shape = x.shape[x.dim() - ndim :]
@@ -170,10 +209,10 @@ def forward(a: Any, exact: bool = True) -> tuple[Tensor, ...]:
     return y, residual_out, *statistics
 
 
-def of_backward(b: Any) -> tuple[Tensor, Tensor]:
+def of_backward(b: Any, once: bool) -> tuple[Tensor, Tensor]:
     """y of a backward operator's call, and what was normalized."""
     x = b.x.to(acc_dtype(b.x.dtype))
-    return of_rows(b, x)[0], x
+    return of_rows(b, x, once=once)[0], x
 
 
 def complete(b: Any) -> Any:

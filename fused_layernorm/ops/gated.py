@@ -37,11 +37,11 @@ def _groups(x: Tensor, group_size: int) -> Tensor:
     return x.reshape(*x.shape[:-1], x.shape[-1] // size if size else 1, size)
 
 
-def _of(a: Any, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of(a: Any, input: Tensor, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     dtype, weight, acc = input.dtype, a.weight, acc_dtype(input.dtype)
     x, factor = input.to(acc), activate(a.gate.to(acc), a.gate_activation)
     u = _groups(x * factor if a.gate_first else x, a.group_size)
-    mean, xhat, rstd = formulas.normalized(a, u, 1)
+    mean, xhat, rstd = formulas.normalized(a, u, 1, once)
     z = xhat.flatten(-2)
     if a.rounds_xhat:
         z = z.to(dtype).to(acc)
@@ -108,5 +108,5 @@ FAMILY = Family(
     statistics=_statistics,
 )
 implement_forward(FAMILY)
-_gradients = gradients(FAMILY.backward, lambda b: _of(b, b.x))
+_gradients = gradients(FAMILY.backward, lambda b, once: _of(b, b.x, once))
 implement_backward(FAMILY.backward, _gradients, FAMILY)

@@ -45,13 +45,14 @@ def epilogue(a: Any, z: Tensor) -> Tensor:
     return formulas.epilogue(a, z, *modulation)
 
 
-def _of(a: Any, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of(a: Any, input: Tensor, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     groups = a.num_groups
     x = input.to(acc_dtype(input.dtype)).unflatten(1, (groups, input.shape[1] // groups))
-    mean, xhat, rstd = formulas.normalized(a, x, x.dim() - 2)
+    mean, xhat, rstd = formulas.normalized(a, x, x.dim() - 2, once)
     xhat = xhat.flatten(1, 2)
     weight, bias = (_of_channels(each, xhat, xhat.dtype) for each in (a.weight, a.bias))
-    return epilogue(a, affine(xhat, weight, bias)), mean.flatten(1), rstd.flatten(1)
+    y = epilogue(a, affine(xhat, weight, bias))
+    return (y, mean, rstd) if once else (y, mean.flatten(1), rstd.flatten(1))
 
 
 def formula(a: Any, exact: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,5 +134,5 @@ FAMILY = Family(
     keeps_order=True,
 )
 implement_forward(FAMILY)
-_gradients = gradients(FAMILY.backward, lambda b: _of(b, b.x))
+_gradients = gradients(FAMILY.backward, lambda b, once: _of(b, b.x, once))
 implement_backward(FAMILY.backward, _gradients, FAMILY, keeps_order=True)

@@ -42,7 +42,7 @@ for _family in NORMS:
     implement_forward(_family)
 
 
-def _of_gate(b: Any) -> tuple[Tensor]:
+def _of_gate(b: Any, once: bool) -> tuple[Tensor]:
     """The product of input and gate, of which gate_backward has the gradient."""
     acc = formulas.acc_dtype(b[0].dtype, b.input.dtype, b.gate.dtype)
     return ((b.input.to(acc) * b.gate.to(acc)).to(b[0].dtype),)
