@@ -275,7 +275,7 @@ def _with_sum_apart(a: Arguments) -> tuple[Tensor, Tensor]:
     residual: Any = a.residual
     residual_out = formulas.add(a.input, residual, a.gate)
     if a.rounds_xhat and a.input.dtype != residual.dtype:
-        return formulas.forward(a._replace(out_dtype=a.y_dtype)).y, residual_out
+        return formulas.forward(a._replace(out_dtype=a.y_dtype))[0], residual_out
     acc = formulas.acc_dtype(residual.dtype)
     weight, bias = (
         parameter if parameter is None or parameter.dtype == residual.dtype else parameter.to(acc)

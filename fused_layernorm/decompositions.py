@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 from .ops import head_formulas, heads
@@ -28,11 +29,14 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     def formula(of: Family) -> Callable[..., Any]:
         return lambda *args: of.formula(of.Call(*args))
 
+    def once(gradients: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.no_grad()(gradients)
+
     return {
         **{one: found for of in FAMILIES for one, found in of.both(formula(of)).items()},
-        **GRADIENTS,
+        **{one: once(found) for one, found in GRADIENTS.items()},
         heads.qk_norm_rope: lambda *args: head_formulas.by_formula(
             head_formulas.HeadArguments(*args)
         ),
-        heads.qk_norm_rope_backward: head_formulas.backward_by_formula,
+        heads.qk_norm_rope_backward: once(head_formulas.backward_by_formula),
     }

@@ -84,7 +84,7 @@ def rms_norm_gated(
             arguments.rms_eps(eps, input),
             bool(gate_first),
             gate_activation,
-            group_size,  # type: ignore[arg-type]
+            group_size,
             out_dtype,
             weight_offset,
             bool(round_before_weight),

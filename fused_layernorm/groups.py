@@ -153,7 +153,7 @@ def has_one_value(x: Tensor, num_groups: int) -> bool:
 
 def _in_onnx(a: GroupArguments) -> Tensor:
     """A call in PyTorch's operators, which torch.onnx.export can translate."""
-    dtypes = {t.dtype for t in a.tensors if t is not None}
+    dtypes = {t.dtype for t in (a.input, *a[2:6]) if t is not None}
     acc = a.input.dtype if a.is_plain and len(dtypes) == 1 else formulas.acc_dtype(a.input.dtype)
     weight, bias = formulas.to(a.weight, acc), formulas.to(a.bias, acc)
     z = torch.group_norm(a.input.to(acc), a.num_groups, weight, bias, a.eps)

@@ -47,7 +47,7 @@ def norm_rope(
     a = HeadArguments(
         input, None, weight, None, bias, None, cos, sin, _rotary_dim(input, cos, sin, rotary_dim),
         _seq_dim(seq_dim), _eps(eps, statistic, input), statistic, weight_offset,
-        bool(round_before_weight), bool(interleaved),
+        bool(round_before_weight), bool(interleaved), False,
     )  # fmt: skip
     return _run(a)[0]
 
@@ -123,7 +123,7 @@ def qk_norm_rope(
     a = HeadArguments(
         q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, _rotary_dim(q, cos, sin, rotary_dim),
         _seq_dim(seq_dim), _eps(eps, statistic, q), statistic, weight_offset,
-        bool(round_before_weight), bool(interleaved),
+        bool(round_before_weight), bool(interleaved), False,
     )  # fmt: skip
     return _run(a)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from fused_layernorm import FusedLayerNorm, add_layer_norm, layer_norm, override_aten
 from fused_layernorm.__main__ import facts, report
-from fused_layernorm.ops import composite
+from fused_layernorm.ops import formulas
 
 ops = torch.ops.fused_layernorm
 BUILD_INFO = ops._build_info()
@@ -36,7 +36,7 @@ def kernels_are_in_use():
 @pytest.fixture
 def driver(monkeypatch):
     """Sets the version that the driver reports, for one test."""
-    monkeypatch.setattr(composite, "_warned", False)
+    monkeypatch.setattr(formulas, "_warned", False)
     yield ops._force_driver_version
     ops._force_driver_version(None)
 
@@ -78,12 +78,12 @@ def test_the_way_out_is_one_that_helps(driver):
 def test_an_old_driver_is_warned_of_once(driver):
     driver(OLD)
     with pytest.warns(UserWarning, match="Way out") as caught:
-        composite._warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
+        formulas.warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
     assert len(caught) == 1
     check_problem(str(caught[0].message), OLD)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        composite._warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
+        formulas.warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
 
 
 @needs_kernels

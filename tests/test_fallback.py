@@ -2,6 +2,7 @@
 """A call on CUDA that no kernel takes finds the formula, the operator _formula_NAME."""
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,9 @@ def test_every_operator_finds_its_formula(name, dtype):
     expected = getattr(ops, name)(*arguments)
     with served_by_formula(name):
         found = getattr(ops, name)(*on_cuda)
-    within = {"rtol": 2e-2, "atol": 2e-2} if dtype == BF16 else {"rtol": 1e-4, "atol": 1e-5}
+    within: dict[str, Any] = (
+        {"rtol": 2e-2, "atol": 2e-2} if dtype == BF16 else {"rtol": 1e-4, "atol": 1e-5}
+    )
     for one, other in zip(as_tuple(found), as_tuple(expected), strict=True):
         torch.testing.assert_close(one.cpu(), other, **within)
         assert one.stride() == other.stride()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numerics import Problem, ids, rows_for
 
 from fused_layernorm import layer_norm
-from fused_layernorm.ops import composite
+from fused_layernorm.ops import formulas
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
@@ -150,13 +150,13 @@ def test_every_strategy_with_odd_rows_of_memory(plans, strategy, kind):
 
 def test_a_cuda_tensor_without_kernels_warns_once(monkeypatch):
     """In a build without nvcc the composite serves CUDA too. A stand-in with is_cuda suffices."""
-    monkeypatch.setattr(composite, "_warned", False)
-    monkeypatch.setattr(composite, "_has_kernels", lambda: False)
+    monkeypatch.setattr(formulas, "_warned", False)
+    monkeypatch.setattr(formulas, "_has_kernels", lambda: False)
     with pytest.warns(UserWarning, match="this build of fused_layernorm has no CUDA kernels"):
-        composite._warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
+        formulas.warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        composite._warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
+        formulas.warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
 
 
 def test_no_warning_where_the_kernels_are(device):

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators' Python half: what csrc does not implement is registered here, by subject.
 
-load        the binary and the operators that it registers
-operators   the operators' arguments and results by name
+load        the binary and the operators that it registers; a call as a record
+operators   the operators of rows, and the description of a call that all of them serve
 arguments   what a call must satisfy: every check and every error message
-composite   the same results through PyTorch's operators, for devices without kernels
-fakes       shapes and dtypes without data, for torch.compile and meta tensors
-vmap        the batch as one more leading dimension
-formulas    the same functions as differentiable expressions
+formulas    the arithmetic as differentiable expressions
 autograd    what derivatives are made of: the first order runs on the operators
 autocast    the dtypes that autocast gives
+family      what follows from a formula: implementations, derivatives, autocast
+fakes       shapes and dtypes without data, for torch.compile and meta tensors
+vmap        the batch as one more leading dimension
 fallback    the same formulas on CUDA, for calls that no kernel takes
-family      what families of operators have in common: derivatives, autocast, vmap, registration
 norms       the operators of norms over rows, as families
-heads       the operators of q and k by heads, normalized and rotated: all of the above in one file
-groups      the operators of groups of channels: all of the above in one file
-gated       the operators of gated RMSNorm: all of the above in one file
+heads       the operators of q and k by heads, normalized and rotated, with head_formulas
+groups      the operators of groups of channels
+gated       the operators of gated RMSNorm
 aten_forward  variants of the operators: compilers fuse their forward pass with its neighbours
 autograd_library  autograd and autocast in C++, used instead if there is a library for this torch
 """

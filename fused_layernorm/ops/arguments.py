@@ -2,8 +2,8 @@
 """What a call must satisfy, with the message that a user reads about each bad argument.
 
 The composite and the fake implementations check before they compute. The CUDA operators check in
-C++, with shorter messages: calls.py takes the full message from `explain`. Nobody explains
-backward's, so `check_backward` and `check_gate_backward` raise the sentences of C++.
+C++, with shorter messages: calls.py takes the full message from `explain`. Backward operators get
+their arguments from autograd: only those on CUDA check them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from operator import index
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from .operators import Arguments, BackwardArguments
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 STATISTICS = ("layer", "rms")
@@ -60,6 +58,13 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise NotImplementedError(
             f"expected {name} of dtype {_DTYPE_NAMES}, got {name_of(tensor.dtype)}"
         )
+
+
+def check_tensors(call: Any) -> None:
+    """`check_tensor` of all tensors of a call."""
+    for name, value in call._asdict().items():
+        if isinstance(value, Tensor):
+            check_tensor(name, value)
 
 
 def check_device(name: str, tensor: Tensor, beside: str, other: Tensor) -> None:
@@ -226,7 +231,7 @@ def check_common(weight: Tensor | None, bias: Tensor | None, eps: Any) -> None:
         raise ValueError("expected eps to be a number, got nan")
 
 
-def check(a: Arguments) -> None:
+def check(a: Any) -> None:
     """Raises if an operator cannot take these arguments; otherwise returns nothing."""
     input, residual = a.input, a.residual
     weight, bias, ndim = a.weight, a.bias, a.normalized_ndim
@@ -281,91 +286,6 @@ def check(a: Arguments) -> None:
             # A symbolic size is left to the operator, which sees it as a number.
             if isinstance(count, int) and count > MAX_INDEX:
                 raise RuntimeError(f"expected at most {MAX_INDEX} {what}, got {count}")
-
-
-def refuse(sentence: str) -> NoReturn:
-    """Raises what csrc/bindings/cuda raises about the arguments of a backward operator."""
-    raise RuntimeError(f"fused_layernorm: {sentence}")
-
-
-def _check_given(**tensors: Tensor | None) -> None:
-    """`check_tensor` of the tensors that are given, which takes this host time at each backward."""
-    for name, tensor in tensors.items():
-        if tensor is not None and (
-            tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_nested
-        ):
-            check_tensor(name, tensor)
-
-
-def _check_beside(input: Tensor, **tensors: Tensor | None) -> None:
-    """Raises unless the tensors that are given have input's shape and device."""
-    shape, device = input.shape, input.device
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.shape != shape:
-            refuse(f"{name} must have the shape of the input")
-        if tensor.device != device:
-            refuse(f"{name} must be on the input's device")
-
-
-def _check_modulations(input: Tensor, **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if not broadcasts(tensor, input):
-            refuse(f"{name} must broadcast to the shape of the input")
-        if tensor.device != input.device:
-            refuse(f"{name} must be on the input's device")
-
-
-def check_backward(b: BackwardArguments) -> None:
-    """Raises if a backward operator cannot take these arguments; `check` of backward.cpp."""
-    x, ndim, mean, rstd, weight, bias = b.x, b.normalized_ndim, b.mean, b.rstd, b.weight, b.bias
-    shift, scale = b.shift, b.scale
-    _check_given(x=x, dy=b.dy, mean=mean, rstd=rstd, weight=weight, bias=bias)
-    _check_given(dresidual=b.dresidual, shift=shift, scale=scale)
-    leading = x.dim() - ndim
-    if ndim < 1 or leading < 0:
-        refuse(f"cannot normalize the last {ndim} of {x.dim()} dimensions")
-    if b.statistic not in STATISTICS:
-        refuse(f"statistic must be 'layer' or 'rms', got '{b.statistic}'")
-    if not math.isfinite(b.weight_offset):
-        refuse("weight_offset must be a finite number")
-    shape, device = x.shape, x.device
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None:
-            if parameter.shape != shape[leading:]:
-                refuse(f"{name} must have the shape of the normalized dimensions")
-            if parameter.device != device:
-                refuse(f"{name} must be on the input's device")
-    if weight is not None and bias is not None and weight.dtype is not bias.dtype:
-        refuse("weight and bias must be of one dtype")
-    _check_beside(x, dy=b.dy, dresidual=b.dresidual)
-    if b.dresidual is not None and b.dresidual.dtype is not x.dtype:
-        refuse("dresidual must be of x's dtype")
-    _check_modulations(x, shift=shift, scale=scale)
-    if (b.needs_dshift and shift is None) or (b.needs_dscale and scale is None):
-        refuse("a gradient is asked for of a shift or scale that is not there")
-    if b.is_rms and mean.numel() != 0:
-        refuse("RMSNorm has no mean")
-    rows = math.prod(shape[:leading])
-    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-    for each in (rstd,) if b.is_rms else (mean, rstd):
-        if each.numel() != rows or each.dtype is not wide or each.device != device:
-            refuse("mean and rstd must be those of the forward pass")
-    if b.activation is not None and b.activation not in ACTIVATIONS:
-        known = _either([repr(known) for known in ACTIVATIONS])
-        refuse(f"activation must be None, {known}, got '{b.activation}'")
-
-
-def check_gate_backward(dresidual_out: Tensor, input: Tensor, gate: Tensor) -> None:
-    """Raises if gate_backward cannot take these arguments; `run_gate_backward` of backward.cpp."""
-    _check_given(input=input, dresidual_out=dresidual_out, gate=gate)
-    if input.dim() == 0:
-        refuse("cannot normalize the last 1 of 0 dimensions")
-    _check_beside(input, dresidual_out=dresidual_out)
-    _check_modulations(input, gate=gate)
 
 
 def explain(error: Exception, call: Any, check: Callable[[Any], object] = check) -> Exception:

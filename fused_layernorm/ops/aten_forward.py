@@ -28,7 +28,7 @@ class _Forward(family.Forward):
     @staticmethod
     def forward(ctx: Any, keyset: Any, of: Family, *args: Any) -> Any:
         with autograd.lower_levels():
-            found = of.composite(of.Call(*args))
+            found = family.by_pytorch(of, of.Call(*args))
         return family.Forward.save(ctx, of, args, found)
 
 
@@ -43,7 +43,7 @@ def _define(of: Family) -> OpOverload:
         elif autograd.needs_grad(*family.tensors_of(a)):
             found = autograd.apply(_Forward, None, of, *a)
         else:
-            found = of.composite(a)
+            found = family.by_pytorch(of, a)
         return of.without_statistics(found)
 
     load.library.impl(defined._opname, implementation, "CompositeImplicitAutograd")

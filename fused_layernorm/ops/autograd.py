@@ -2,10 +2,10 @@
 """Derivatives, in Python: what implementations for the Autograd dispatch keys are made of.
 
 The first order runs on the operators: a forward pass that needs gradients on the operator that
-gives statistics, its backward pass on a backward operator (family.py, heads.py). For higher orders,
-and in forward mode, PyTorch differentiates formulas. This is written for correctness; where there
-is a C++ library of csrc/per_torch for the running torch, that has the first order, and calls the
-implementations here for the rest.
+gives statistics, its backward pass on a backward operator (family.py, heads.py). A backward
+operator without a kernel, its own derivatives, and forward mode are PyTorch's derivatives of the
+formula. This is written for correctness; where there is a C++ library of csrc/per_torch for the
+running torch, that has the first order, and calls the implementations here for the rest.
 """
 
 from __future__ import annotations
@@ -86,6 +86,58 @@ def call_operator(operator: OpOverload, *args: Any) -> tuple[Tensor, ...]:
         raise arguments.out_of_memory(error) from None
 
 
+_FRONT = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+_AUTOGRAD = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """The context in which autograd sees what a kernel calls, which may run below autograd."""
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        exclude = exclude.remove(key)
+    allowed = torch._C._functorch.get_inplace_requires_grad_allowed()
+    torch._C._functorch.set_inplace_requires_grad_allowed(True)
+    try:
+        with (
+            torch._C._ForceDispatchKeyGuard(include, exclude),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            yield
+    finally:
+        torch._C._functorch.set_inplace_requires_grad_allowed(allowed)
+
+
+def derivatives(
+    function: Callable[..., Any], tensors: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """The gradients of the tensors for those at the results of function(*tensors), by PyTorch.
+
+    They can be differentiated where gradients are switched on. One that does not depend on a tensor
+    may be None.
+    """
+    # torch.func.vjp takes no hooks on saved tensors. In a kernel a transform of torch.func is being
+    # applied, and no other can begin: there autograd works on the tensors of its level.
+    in_kernel = torch._C._dispatch_tls_local_exclude_set().has(_FRONT)
+    if torch._C._are_functorch_transforms_active() and not in_kernel:
+        found: Sequence[Tensor] = torch.func.vjp(function, *tensors)[1](tuple(grads))
+        return found
+    creates_graph = torch.is_grad_enabled()
+    with _recording():
+        # Views, so that the gradients end here and not further up.
+        leaves = [(t.clone() if t.is_inference() else t).view_as(t) for t in tensors]
+        leaves = [t if t.requires_grad else t.requires_grad_() for t in leaves]
+        pairs = zip(function(*leaves), grads, strict=True)
+        used = [(y, g) for y, g in pairs if y.requires_grad]
+        if not used:
+            return [None] * len(leaves)
+        ys, gs = zip(*used, strict=True)
+        how: Any = {"create_graph": creates_graph, "allow_unused": True}
+        return torch.autograd.grad(ys, leaves, gs, **how)
+
+
 class Backward(Function):
     """A backward operator, whose own derivatives are those of `gradients`, a formula of its
     arguments."""
@@ -103,58 +155,28 @@ class Backward(Function):
         ctx.call = call._replace(**dict.fromkeys(tensors))
         ctx.gradients = gradients
         ctx.save_for_backward(*tensors.values())
-        needs = call.needs
-        if len(needs) != len(found):  # those of heads, whose parameters are of q and of k
-            needs = tuple(g.shape != (0,) for g in found)
-        ctx.mark_non_differentiable(*(g for g, need in zip(found, needs, strict=True) if not need))
+        ctx.mark_non_differentiable(*(g for g in found if g.shape == (0,)))
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        used = [i for i, grad in enumerate(grads) if grad is not None]
         call, gradients = ctx.call, ctx.gradients
-        if not used:
-            return (None,) * (4 + len(call))
+        used = [i for i, grad in enumerate(grads) if grad is not None]
         tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        needs = dict(zip(call._fields, ctx.needs_input_grad[4:], strict=True))
         # The statistics are functions of x in the formula.
-        constant = {name: tensors.pop(name) for name in ("mean", "rstd") if name in tensors}
+        leaves = {n: t for n, t in tensors.items() if needs[n] and n not in ("mean", "rstd")}
 
         def of(*values: Tensor) -> tuple[Tensor, ...]:
-            fields: dict[str, Any] = dict(zip(tensors, values, strict=True))
-            found = gradients(*call._replace(**fields, **constant))
+            given = {**tensors, **dict(zip(leaves, values, strict=True))}
+            found = gradients(*call._replace(**given))
             return tuple(found[i] for i in used)
 
-        given = tuple(grads[i] for i in used)
-        if torch._C._are_functorch_transforms_active():
-            vjp = torch.func.vjp(of, *tensors.values())[1]
-            found = dict(zip(tensors, vjp(given), strict=True))
-        else:  # torch.func.vjp takes no hooks on saved tensors
-            needs = dict(zip(call._fields, ctx.needs_input_grad[4:], strict=True))
-            found = gradients_of(of, tensors, {n for n in tensors if needs[n]}, given)
+        found: dict[str, Any] = {}
+        if used:
+            given = [grad for grad in grads if grad is not None]
+            found = dict(zip(leaves, derivatives(of, [*leaves.values()], given), strict=True))
         return (None, None, None, None, *(found.get(name) for name in call._fields))
-
-
-def gradients_of(
-    of: Callable[..., tuple[Tensor, ...]],
-    tensors: dict[str, Tensor],
-    wanted: set[str],
-    grads: Sequence[Tensor | None],
-) -> dict[str, Tensor | None]:
-    """The gradients of the tensors in `wanted`, for those at the results of of(*tensors)."""
-    creates_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views, so that the gradients end here and not further up.
-        inputs = {n: t.view_as(t) if n in wanted else t for n, t in tensors.items()}
-        results = of(*inputs.values())
-        pairs = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad]
-        if not pairs:
-            return {}
-        ys, gs = zip(*pairs, strict=True)
-        at = {n: t for n, t in inputs.items() if n in wanted}
-        found = torch.autograd.grad(
-            ys, [*at.values()], gs, create_graph=creates_graph, allow_unused=True
-        )
-    return dict(zip(at, found, strict=True))
 
 
 def backward_autograd(operator: OpOverload, gradients: Any) -> Callable[..., Any]:

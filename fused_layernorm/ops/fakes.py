@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._prims_common import compute_elementwise_output_strides
 
-from . import arguments
-from .formulas import acc_dtype
-from .operators import Arguments, BackwardArguments, Gradients, Results
+from . import load
+from .formulas import acc_dtype, complete, results
 
 
 def like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
@@ -19,32 +22,41 @@ def like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
     return x.new_empty_strided(x.shape, compute_elementwise_output_strides(x), dtype=dtype)
 
 
-def forward(a: Arguments) -> Results:
-    arguments.check(a)
-    x = a.input
-    leading = x.shape[: x.dim() - a.normalized_ndim]
-    ones = [1] * a.normalized_ndim
-    acc = acc_dtype(a.x_dtype)
-    return Results(
-        like(x, a.y_dtype, a.keeps_order),
-        None if a.residual is None else x.new_empty(x.shape, dtype=a.residual.dtype),
-        x.new_empty((0,) if a.is_rms else (*leading, *ones), dtype=acc),
-        x.new_empty((*leading, *ones), dtype=acc),
-    )
+def fake(family: Any) -> Callable[..., tuple[Tensor, ...]]:
+    """NAME_forward without data."""
+
+    def implementation(*args: Any) -> tuple[Tensor, ...]:
+        a = family.Call(*args)
+        family.check(a)
+        x, of_rows, acc = a.input, family.statistics(a), acc_dtype(a.x_dtype)
+        return (
+            like(x, a.y_dtype, family.keeps_order or a.keeps_order),
+            *([] if a.residual is None else [x.new_empty(x.shape, dtype=a.residual.dtype)]),
+            x.new_empty((0,) if a.is_rms else of_rows, dtype=acc),
+            x.new_empty(of_rows, dtype=acc),
+        )
+
+    return implementation
 
 
-# Backward's arguments are not checked: compiled autograd traces it with gradients of other shapes.
-def backward(b: BackwardArguments) -> Gradients:
-    def of(tensor: Tensor | None, needed: bool) -> Tensor | None:
-        return tensor.new_empty(tensor.shape) if needed and tensor is not None else None
+def fake_backward(
+    operator: OpOverload, keeps_order: bool = False
+) -> Callable[..., tuple[Tensor, ...]]:
+    """A backward operator without data, whose arguments are not checked: compiled autograd traces
+    it with gradients of other shapes."""
+    Call = load.call_of(operator)
 
-    def parameter(needed: bool) -> Tensor | None:
-        return b.x.new_empty(b.normalized_shape, dtype=b.parameter_dtype) if needed else None
+    def implementation(*args: Any) -> tuple[Tensor, ...]:
+        b = complete(Call(*args))
+        names = [name.removeprefix("needs_d") for name in Call._fields if name[:7] == "needs_d"]
+        wanted = [name for name, needed in zip(names, b.needs, strict=True) if needed]
+        return results(
+            b,
+            {
+                name: like(t, t.dtype, name == "x" and (keeps_order or b.keeps_order))
+                for name in wanted
+                if (t := getattr(b, name)) is not None
+            },
+        )
 
-    return Gradients(
-        like(b.x, b.x.dtype, b.keeps_order) if b.needs_dx else None,
-        of(b.shift, b.needs_dshift),
-        of(b.scale, b.needs_dscale),
-        parameter(b.needs_dweight),
-        parameter(b.needs_dbias),
-    )
+    return implementation

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families of two forward operators, NAME and NAME_forward, with the backward operator of a call,
-and all that follows for them from formulas: derivatives in Python, autocast, vmap, registration.
+and all that follows for them from one formula: the implementation for devices without kernels,
+derivatives in Python, autocast, vmap, registration.
 
 NAME_forward also gives the statistics that backward needs. Of the calls of a family and of its
-backward operator the tensors and the flags needs_d... are found by their names. Autograd here
-serves where csrc/per_torch has none. Where gradients are to be differentiated, and in forward mode,
-PyTorch differentiates the formulas.
+backward operator the tensors and the flags needs_d... are found by their names.
 """
 
 from __future__ import annotations
@@ -18,22 +17,25 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from . import autocast, fakes, fallback, load
+from . import arguments, autocast, fallback, formulas, load
 from .autograd import (
     Function,
     apply,
     backward_autograd,
     call_operator,
+    derivatives,
     in_forward_mode,
     lower_levels,
     needs_grad,
     redispatch,
 )
-from .formulas import results
+from .fakes import fake, fake_backward
+from .formulas import acc_dtype, complete, laid_out, results
 from .operators import describe
-from .vmap import one_by_one, to_front
+from .vmap import vmap_of
 
 Outputs = tuple[Tensor, ...]
+_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)
@@ -45,25 +47,26 @@ class Family:
     """
 
     name: str
-    Call: Any
     check: Callable[[Any], None]
-    formula: Callable[[Any], Outputs]  # what NAME_forward gives of a Call, to be differentiated
+    # What NAME_forward gives of a call; with exact=False not to be differentiated.
+    formula: Callable[..., Outputs]
     backward: OpOverload  # of a call without a gate to be summed
     gated_backward: OpOverload | None = None  # of a call with one
-    # As formula, of as few of PyTorch's operators as possible.
-    composite: Any = None
+    # The shape of the statistics of a call's x.
+    statistics: Callable[[Any], Any] = lambda a: _of_rows(a)
     least_ndim: int = 1  # of input
     folds: bool = False  # whether a batch of vmap belongs to the first dimension, or precedes it
-    statistic: str = "layer"  # the norm whose autocast this is, if calls do not say
+    keeps_order: bool = False  # whether y and dx have it, whatever a call says
 
     plain: OpOverload = field(init=False)
     forward: OpOverload = field(init=False)
+    Call: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.plain, self.forward = (
             getattr(load.operators, self.name + suffix).default for suffix in ("", "_forward")
         )
-        self.composite = self.composite or self.formula
+        self.Call = load.call_of(self.plain)
 
     def without_statistics(self, found: Outputs) -> Any:
         """What NAME gives, of what NAME_forward gives."""
@@ -79,7 +82,7 @@ class Family:
 
 
 FAMILIES: list[Family] = []
-# From every backward operator to its formula, a function of its arguments.
+# From every backward operator to what it gives by PyTorch's operators, a function of its arguments.
 GRADIENTS: dict[OpOverload, Callable[..., Outputs]] = {}
 # Autograd of a backward operator that does not follow from its formula.
 AUTOGRAD: dict[OpOverload, Callable[..., Outputs]] = {}
@@ -87,6 +90,82 @@ AUTOGRAD: dict[OpOverload, Callable[..., Outputs]] = {}
 
 def tensors_of(call: Any) -> tuple[Any, ...]:
     return tuple(value for value in call if isinstance(value, Tensor))
+
+
+def _of_rows(a: Any) -> Any:
+    ndim = a.normalized_ndim
+    return (*a.input.shape[: a.input.dim() - ndim], *[1] * ndim)
+
+
+# ---- The computation in PyTorch's operators.
+
+
+def by_pytorch(family: Family, a: Any) -> Outputs:
+    """What NAME_forward gives of a call that was checked, not to be differentiated."""
+    y, *others = family.formula(a, exact=False)
+    y = laid_out(y, a.input, family.keeps_order or a.keeps_order)
+    return y, *(t.contiguous() for t in others)
+
+
+def composite(family: Family) -> Callable[..., Outputs]:
+    """The implementation of NAME_forward for devices without kernels."""
+
+    def implementation(*args: Any) -> Outputs:
+        a = family.Call(*args)
+        family.check(a)
+        formulas.warn_of_cuda(a.input)
+        return by_pytorch(family, a)
+
+    return implementation
+
+
+def gradients(
+    operator: OpOverload, formula: Callable[[Any, bool], Outputs]
+) -> Callable[..., Outputs]:
+    """What a backward operator gives, but for the order of memory, by PyTorch's derivative of a
+    formula of its call: of y, and what was normalized, whose gradients are dy and dresidual."""
+    Call = load.call_of(operator)
+
+    def implementation(*args: Any) -> Outputs:
+        b = complete(Call(*args))
+        pairs = zip(Call._fields, b, strict=True)
+        wanted = [n.removeprefix("needs_d") for n, needed in pairs if n[:7] == "needs_d" and needed]
+        if not wanted:
+            return results(b, {})
+        count, once = 1 if b.dresidual is None else 2, formulas.is_once()
+
+        def function(*leaves: Tensor) -> Outputs:
+            return formula(b._replace(**dict(zip(wanted, leaves, strict=True))), once)[:count]
+
+        leaves = [getattr(b, name) for name in wanted]
+        grads = [b[0]] if b.dresidual is None else [b[0], b.dresidual.to(acc_dtype(b.x.dtype))]
+        found = derivatives(function, leaves, grads)
+        named = zip(wanted, leaves, found, strict=True)
+        return results(b, {n: torch.zeros_like(t) if g is None else g for n, t, g in named})
+
+    return implementation
+
+
+def without_kernel(operator: OpOverload, keeps_order: bool = False) -> Callable[..., Outputs]:
+    """The implementation of a backward operator for devices without kernels."""
+    Call, implementation = load.call_of(operator), GRADIENTS[operator]
+
+    def own(t: Tensor, b: Any) -> Tensor:
+        """The gradient contiguous, and not dy or dresidual itself."""
+        given = (b[0], b.dresidual)
+        is_given = any(g is not None and _is_alias_of(t, g) for g in given)
+        return t.clone(memory_format=torch.contiguous_format) if is_given else t.contiguous()
+
+    def laid(*args: Any) -> Outputs:
+        b = Call(*args)
+        arguments.check_tensors(b)
+        with torch.no_grad():
+            first, *others = implementation(*args)
+        in_order = getattr(b, "needs_dx", False) and (keeps_order or b.keeps_order)
+        first = laid_out(first, b.x, True) if in_order else own(first, b)
+        return first, *(own(t, b) for t in others)
+
+    return laid
 
 
 # ---- Derivatives.
@@ -220,73 +299,15 @@ def under_autocast(family: Family, operator: OpOverload) -> Callable[..., Any]:
     def implementation(*args: Any) -> Any:
         a = family.Call(*args)
         gate = ["gate"] if family.gated_backward is not None else []
-        named = {name: getattr(a, name, None) for name in (*_CAST, *gate)}
+        named = {name: getattr(a, name) for name in (*_CAST, *gate)}
         given: Any = {name: one for name, one in named.items() if isinstance(one, Tensor)}
-        statistic = getattr(a, "statistic", family.statistic)
-        norm = describe(a.input, out_dtype=a.out_dtype, statistic=statistic, **given)
+        norm = describe(a.input, out_dtype=a.out_dtype, statistic=a.statistic, **given)
         with torch._C._ExcludeDispatchKeyGuard(autocast.KEYSET):
             of = autocast.under_autocast(norm)
             cast = {name: getattr(of, name) for name in given}
             return operator(*a._replace(out_dtype=of.out_dtype, **cast))
 
     return implementation
-
-
-# ---- vmap: where each sample has parameters of its own, or a gradient of them, the operator is
-# ---- called for each.
-
-
-def folded(tensor: Any, dim: int | None, size: int) -> Any:
-    """The tensor with the mapped dimension folded into its first one."""
-    return None if tensor is None else to_front(tensor, dim, size).flatten(0, 1)
-
-
-def _batched(family: Family, call: Any, dims: Any, size: int) -> Any:
-    """A call with the batch part of all tensors but the parameters."""
-    at_front = folded if family.folds else to_front
-    tensors = {
-        name: at_front(value, getattr(dims, name), size)
-        for name, value in call._asdict().items()
-        if isinstance(value, Tensor) and name not in ("weight", "bias")
-    }
-    return call._replace(**tensors)
-
-
-def _unbatched(family: Family, found: Any, size: int) -> Any:
-    """The results of a rule; an empty one, as RMSNorm's mean, has no batch yet."""
-
-    def at_front(t: Tensor) -> Tensor:
-        if t.shape == (0,):
-            return t.expand(size, 0)
-        return t.unflatten(0, (size, -1)) if family.folds else t
-
-    if isinstance(found, Tensor):
-        return at_front(found), 0
-    return tuple(map(at_front, found)), (0,) * len(found)
-
-
-def _vmap(family: Family, operator: OpOverload) -> Callable[..., Any]:
-    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
-        a, dims, size = family.Call(*args), family.Call(*in_dims), info.batch_size
-        ndim = a.input.dim() - (dims.input is not None)
-        if dims.weight is not None or dims.bias is not None or ndim < family.least_ndim:
-            return one_by_one(operator, info, in_dims, *args)
-        return _unbatched(family, operator(*_batched(family, a, dims, size)), size)
-
-    return rule
-
-
-def _vmap_backward(family: Family) -> Callable[..., Any]:
-    Call = load.call_of(family.backward)
-
-    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
-        b, dims, size = Call(*args), Call(*in_dims), info.batch_size
-        batched = dims.weight is not None or dims.bias is not None
-        if batched or b.needs_dweight or b.needs_dbias:
-            return one_by_one(family.backward, info, in_dims, *args)
-        return _unbatched(family, family.backward(*_batched(family, b, dims, size)), size)
-
-    return rule
 
 
 # ---- Registration.
@@ -305,43 +326,31 @@ def implement(
         torch.library.register_vmap(operator, vmap)
 
 
-def fake_backward(operator: OpOverload, keeps_order: bool = False) -> Callable[..., Outputs]:
-    """A backward operator without data, whose arguments are not checked: compiled autograd traces
-    it with gradients of other shapes.
-
-    keeps_order: whether dx has the strides of torch.empty_like(x).
-    """
-    Call = load.call_of(operator)
-
-    def fake(*args: Any) -> Outputs:
-        b = Call(*args)
-        found = [
-            None
-            if tensor is None or not needed
-            else fakes.like(tensor, tensor.dtype, keeps_order and tensor is b.x)
-            for tensor, needed in zip(b.differentiated, b.needs, strict=True)
-        ]
-        return results(found, b.differentiated, getattr(b, "x", b[0]))
-
-    return fake
-
-
-def implement_family(
-    family: Family,
-    forward: Callable[..., Outputs],
-    backward: Callable[..., Outputs],
-    fake: Callable[..., Outputs],
-    gradients: Callable[..., Outputs],
-    keeps_order: bool = False,
+def implement_backward(
+    operator: OpOverload, by_formula: Callable[..., Outputs], family: Family, **order: bool
 ) -> None:
-    """The same for both operators of a family and for its backward operator."""
+    """The same for a backward operator, and all else that its formula needs for vmap."""
+    GRADIENTS[operator] = by_formula
+    fake = fake_backward(operator, **order)
+    implement(operator, without_kernel(operator, **order), fake, None)
+    formula = getattr(load.operators, fallback.PREFIX + operator._opname).default
+    torch.library.register_vmap(operator, vmap_of(operator, formula, family))
+    torch.library.register_fake(formula, fake)
+    torch.library.register_vmap(formula, vmap_of(operator, formula, family, always=True))
+    differentiated = backward_autograd(formula, by_formula)
+    load.library.impl(formula._opname, differentiated, "Autograd", with_keyset=True)
+
+
+def implement_forward(family: Family) -> None:
+    """The same for both forward operators of a family."""
     FAMILIES.append(family)
-    GRADIENTS[family.backward] = gradients
-    of_backward = fake_backward(family.backward, keeps_order)
-    fakes_of = family.both(fake)
-    for operator, implementation in family.both(forward).items():
-        implement(operator, implementation, fakes_of[operator], _vmap(family, operator))
-    implement(family.backward, backward, of_backward, _vmap_backward(family))
+    fakes, formulas_of = (
+        family.both(fake(family)),
+        family.both(lambda *args: family.formula(family.Call(*args))),
+    )
+    for operator, implementation in family.both(composite(family)).items():
+        rule = vmap_of(operator, formulas_of[operator], family)
+        implement(operator, implementation, fakes[operator], rule)
 
 
 def register(beside_library: bool) -> None:

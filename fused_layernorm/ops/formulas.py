@@ -1,24 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators as differentiable expressions in PyTorch's own operators.
+"""The arithmetic of all families as differentiable expressions in PyTorch's own operators.
 
-PyTorch differentiates them any number of times, in reverse and in forward mode. Its own layer_norm
-would not do: its double backward treats mean and rstd as constants, so the third derivative is
-wrong.
+A family has one formula, of a forward or of a backward operator's call: it computes what the
+operators give where there are no kernels, and PyTorch differentiates it any number of times, in
+reverse and in forward mode. PyTorch's own layer_norm would not do: its double backward treats mean
+and rstd as constants, so the third derivative is wrong. Where nothing is differentiated it serves.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .operators import Arguments, BackwardArguments, Gradients, Results
+from . import load
 
 _aten = torch.ops.aten
+
+_warned = False
+
+
+def _has_kernels() -> bool:
+    """Whether CUDA tensors come here only in calls that no kernel takes."""
+    name = load.layer_norm._schema.name
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+
+
+def warn_of_cuda(x: Tensor) -> None:
+    """Warns once in a process where PyTorch's operators serve CUDA, too."""
+    global _warned
+    if x.is_cuda and not _warned and not _has_kernels():
+        _warned = True
+        reason = load.operators._driver_problem() or (
+            "this build of fused_layernorm has no CUDA kernels: CUDA tensors take PyTorch's own "
+            "operators, which are slower"
+        )
+        warnings.warn(f"{reason} (python -m fused_layernorm says what is installed)", stacklevel=2)
 
 
 def acc_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -50,29 +70,6 @@ def activate(z: Tensor, activation: str | None) -> Tensor:
     raise ValueError(activation)
 
 
-def activate_backward(da: Tensor, z: Tensor, activation: str | None) -> Tensor:
-    """da times the derivative of activation at z."""
-    match activation:
-        case None:
-            return da
-        case "gelu":
-            return _aten.gelu_backward(da, z)
-        case "gelu_tanh":
-            return _aten.gelu_backward(da, z, approximate="tanh")
-        case "silu":
-            if not (torch.is_grad_enabled() or forward_ad._current_level >= 0):
-                return _aten.silu_backward(da, z)  # which has no derivative
-            sigmoid = _aten.sigmoid(z)
-            return da * sigmoid * (1 + z * (1 - sigmoid))
-        case "relu":
-            return _aten.threshold_backward(da, z, 0)
-        case "leaky_relu":
-            return _aten.leaky_relu_backward(da, z, 0.01, False)
-        case "sigmoid":
-            return _aten.sigmoid_backward(da, _aten.sigmoid(z))
-    raise ValueError(activation)
-
-
 def shifted(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor | None:
     """weight + offset in this dtype; None without a weight."""
     wide = to(weight, dtype)
@@ -92,11 +89,16 @@ def modulate(z: Tensor, shift: Tensor | None, scale: Tensor | None) -> Tensor:
     return z * (1 + scale) if shift is None else torch.addcmul(shift, z, 1 + scale)
 
 
-def sum_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """The sum over the dimensions in which a tensor of this shape is broadcast; never an alias."""
-    leading = tensor.dim() - len(shape)
-    dims = [d for d in range(tensor.dim()) if d < leading or tensor.shape[d] != shape[d - leading]]
-    return tensor.sum(dims, keepdim=True).reshape(shape) if dims else tensor.clone()
+def epilogue(a: Any, z: Tensor, shift: Tensor | None, scale: Tensor | None) -> Tensor:
+    """What follows the affine step of a call; backward's y has dy's dtype."""
+    y = activate(modulate(z, shift, scale), a.activation)
+    y = y if a.output_scale == 1.0 else y * a.output_scale
+    return y.to(a.dy.dtype if is_backward(a) else a.y_dtype)
+
+
+def is_backward(a: Any) -> bool:
+    """Whether a call is that of a backward operator."""
+    return hasattr(a, "dy")
 
 
 def add(input: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -120,178 +122,131 @@ def laid_out(result: Tensor, like: Tensor, keeps_order: bool) -> Tensor:
     return result if result.stride() == ordered.stride() else ordered.copy_(result)
 
 
-def _mean(x: Tensor, normalized_ndim: int) -> Tensor:
-    return x.mean(dim=tuple(range(-normalized_ndim, 0)), keepdim=True)
+class _Xhat(torch.autograd.Function):
+    """xhat of rows whose mean and rstd are known, to be differentiated once: by fewer operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor | None, rstd: Tensor, ndim: int) -> Tensor:
+        centered = x if mean is None else x - mean
+        ctx.save_for_backward(centered, rstd)
+        ctx.ndim, ctx.is_rms = ndim, mean is None
+        return centered * rstd
+
+    @staticmethod
+    def backward(ctx: Any, dxhat: Tensor) -> Any:
+        centered, rstd = ctx.saved_tensors
+        ndim = ctx.ndim
+        if ctx.is_rms:
+            xhat = centered * rstd
+            along = (dxhat * xhat).mean(tuple(range(-ndim, 0)), keepdim=True)
+            return torch.addcmul(dxhat, xhat, along, value=-1) * rstd, None, None, None
+        # PyTorch's takes x rstd - mean rstd for xhat, which cancels where the mean is large. So it
+        # gets x - mean and a mean of zero.
+        rows = (dxhat.contiguous(), centered.contiguous(), centered.shape[centered.dim() - ndim :])
+        rstd = rstd.contiguous()
+        of_rows = (*rows, torch.zeros_like(rstd), rstd, None, None, [True, False, False])
+        return _aten.native_layer_norm_backward(*of_rows)[0], None, None, None
 
 
-def _centered(x: Tensor, normalized_ndim: int, is_rms: bool) -> tuple[Tensor, Tensor]:
-    """The mean, and x without it. RMSNorm leaves x as it is, and its mean is an empty tensor."""
-    if is_rms:
-        return x.new_empty((0,)), x
-    mean = _mean(x, normalized_ndim)
-    return mean, x - mean
+def is_once() -> bool:
+    """Whether gradients that are taken now are not differentiated, by no mode or transform."""
+    in_transform = torch._C._are_functorch_transforms_active()
+    return not (torch.is_grad_enabled() or in_transform or forward_ad._current_level >= 0)
 
 
-def normalized(
-    x: Tensor, normalized_ndim: int, eps: float, is_rms: bool, *, corrects_mean: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean, xhat and rstd of x in the arithmetic's dtype.
+def normalized(a: Any, x: Tensor, ndim: int, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean, xhat and rstd of x, which has the arithmetic's dtype, over its last dimensions.
 
-    A large mean takes its digits from the sum: `corrects_mean` gives them back.
+    RMSNorm's mean is an empty tensor. eps is no argument of backward: rstd has the value that the
+    forward pass gave. once: whether what this gives in backward is differentiated no second time.
     """
-    mean, centered = _centered(x, normalized_ndim, is_rms)
-    if corrects_mean and not is_rms:
-        mean = mean + _mean(centered, normalized_ndim)
+    dims = tuple(range(-ndim, 0))
+    if once:
+        shape = (*x.shape[: x.dim() - ndim], *[1] * ndim)
+        given, rstd = None if a.is_rms else a.mean.reshape(shape), a.rstd.reshape(shape)
+        return x.new_empty((0,)), _Xhat.apply(x, given, rstd, ndim), rstd
+    mean, centered = x.new_empty((0,)), x
+    if not a.is_rms:
+        mean = x.mean(dims, keepdim=True)
+        # A large mean takes its digits from the sum. Its derivative is that of the sum.
+        mean = mean + (x - mean).mean(dims, keepdim=True).detach()
         centered = x - mean
-    rstd = (_mean(centered.square(), normalized_ndim) + eps).rsqrt()
+    variance = centered.square().mean(dims, keepdim=True)
+    if is_backward(a):
+        rstd = a.rstd.reshape(variance.shape)
+        rstd = rstd * (1 + rstd.square() * (variance - variance.detach())).rsqrt()
+    else:
+        rstd = (variance + a.eps).rsqrt()
     return mean, centered * rstd, rstd
 
 
-def normalized_again(
-    x: Tensor, normalized_ndim: int, rstd: Tensor, is_rms: bool
-) -> tuple[Tensor, Tensor]:
-    """xhat and rstd as functions of x in the arithmetic's dtype.
+def of_rows(
+    a: Any, x: Tensor, exact: bool = True, once: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd) of what is normalized.
 
-    eps is no argument of backward: it follows from the forward pass's rstd, as 1 / rstd^2 - var.
+    exact: whether it may be differentiated; otherwise it has as few operators as possible.
     """
-    _, centered = _centered(x, normalized_ndim, is_rms)
-    variance = _mean(centered.square(), normalized_ndim)
-    rstd = (variance + (rstd.pow(-2) - variance).detach()).rsqrt()
-    return centered * rstd, rstd
+    ndim, acc = a.normalized_ndim, acc_dtype(x.dtype)
+    wide, weight, bias = x.to(acc), shifted(a.weight, a.weight_offset, acc), to(a.bias, acc)
+    # PyTorch's layer_norm would read a contiguous copy of x.
+    lies_apart = a.keeps_order and not x.is_contiguous()
+    if exact or a.is_rms or a.rounds_xhat or lies_apart:
+        mean, xhat, rstd = normalized(a, wide, ndim, once)
+        z = affine(xhat.to(a.input.dtype).to(acc) if a.rounds_xhat else xhat, weight, bias)
+    else:
+        shape = x.shape[x.dim() - ndim :]
+        z, mean, rstd = _aten.native_layer_norm(wide.contiguous(), shape, weight, bias, a.eps)
+    return epilogue(a, z, to(a.shift, acc), to(a.scale, acc)), mean, rstd
 
 
-def project(t: Tensor, xhat: Tensor, rstd: Tensor, normalized_ndim: int, is_rms: bool) -> Tensor:
-    """P t, where P is the derivative of xhat with respect to x: on each row a symmetric map."""
-    along = _mean(t * xhat, normalized_ndim)
-    centered = t if is_rms else t - _mean(t, normalized_ndim)
-    return torch.addcmul(centered, xhat, along, value=-1) * rstd
+def forward(a: Any, exact: bool = True) -> tuple[Tensor, ...]:
+    """What the forward operators of rows give: y, with a residual residual_out, mean and rstd."""
+    if a.residual is None:
+        return of_rows(a, a.input, exact)
+    residual_out = add(a.input, a.residual, a.gate)
+    y, *statistics = of_rows(a, residual_out, exact)
+    return y, residual_out, *statistics
 
 
-def epilogue(a: Any, z: Tensor, shift: Tensor | None, scale: Tensor | None) -> Tensor:
-    """What follows the affine step of a call, in y's dtype."""
-    y = activate(modulate(z, shift, scale), a.activation)
-    return (y if a.output_scale == 1.0 else y * a.output_scale).to(a.y_dtype)
+def of_backward(b: Any, once: bool) -> tuple[Tensor, Tensor]:
+    """y of a backward operator's call, and what was normalized."""
+    x = b.x.to(acc_dtype(b.x.dtype))
+    return of_rows(b, x, once=once)[0], x
 
 
-def forward(a: Arguments, *, corrects_mean: bool = False) -> Results:
-    """What the forward operators give."""
-    residual_out = None if a.residual is None else add(a.input, a.residual, a.gate)
-    rows = a.input if residual_out is None else residual_out
-    acc, norm = acc_dtype(rows.dtype), (a.normalized_ndim, a.eps, a.is_rms)
-    mean, xhat, rstd = normalized(rows.to(acc), *norm, corrects_mean=corrects_mean)
-    if a.rounds_xhat:
-        xhat = xhat.to(a.input.dtype).to(acc)
-    z = affine(xhat, shifted(a.weight, a.weight_offset, acc), to(a.bias, acc))
-    return Results(epilogue(a, z, to(a.shift, acc), to(a.scale, acc)), residual_out, mean, rstd)
+def complete(b: Any) -> Any:
+    """A backward call with a stand-in for each parameter whose gradient is asked for, though
+    forward, which does not need the values, has not kept it. Only norms over rows do so."""
+    if "normalized_ndim" not in b._fields:
+        return b
+    shape = b.x.shape[b.x.dim() - b.normalized_ndim :]
+    dtype = missing_dtype(b)
+    if b.weight is None and b.needs_dweight:
+        b = b._replace(weight=b.x.new_ones(shape, dtype=dtype))
+    if b.bias is None and b.needs_dbias:
+        b = b._replace(bias=b.x.new_zeros(shape, dtype=dtype))
+    return b
 
 
-def sum_like(
-    gradient: Tensor | None, wide: Tensor | None, parameter: Tensor | None
-) -> Tensor | None:
-    """The sum of a gradient over the dimensions in which a parameter, as it is used (`wide`), is
-    broadcast, in the parameter's shape and dtype."""
-    if gradient is None or wide is None or parameter is None:
-        return None
-    return sum_to(gradient, wide.shape).reshape(parameter.shape).to(parameter.dtype)
+def missing_dtype(b: Any) -> torch.dtype:
+    """The dtype of the gradient of a weight or bias that is not there."""
+    given = [p.dtype for p in (b.weight, b.bias) if p is not None]
+    found: torch.dtype = given[0] if given and "normalized_ndim" in b._fields else b.x.dtype
+    return found
 
 
-def of_output(
-    b: Any, dy: Tensor, z: Callable[[], Tensor], shift: Tensor | None, scale: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dz, and dshift and dscale where they are needed, from the gradient of what `epilogue` gives.
+def results(b: Any, found: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """What a backward operator gives: the gradients that are needed, and else empty tensors."""
+    names = [name.removeprefix("needs_d") for name in b._fields if name.startswith("needs_d")]
+    x = b[0] if "x" not in b._fields else b.x
 
-    All but b's own tensors are in the arithmetic's dtype.
-    """
-    dz = dy if b.output_scale == 1.0 else dy * b.output_scale
-    if b.activation is not None:
-        dz = activate_backward(dz, modulate(z(), shift, scale), b.activation)
-    dshift = sum_like(dz, shift, b.shift) if b.needs_dshift else None
-    dscale = sum_like(dz * z(), scale, b.scale) if b.needs_dscale and scale is not None else None
-    return dz if scale is None else dz * (1 + scale), dshift, dscale
+    def dtype_of(name: str) -> torch.dtype:
+        tensor = getattr(b, name)
+        missing = missing_dtype(b) if name in ("weight", "bias") else x.dtype
+        return missing if tensor is None else tensor.dtype
 
-
-def of_affine(
-    needs: tuple[bool, bool, bool],
-    dz: Tensor,
-    xhat: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    normalized_ndim: int,
-    is_rms: bool,
-    view: Callable[[Tensor], Tensor] | None = None,
-) -> list[Tensor | None]:
-    """dx, dweight and dbias, those that are needed and the last two not summed, from the gradient
-    of z = affine(xhat).
-
-    view: how what is normalized together becomes the last dimensions.
-    """
-    needs_dx, needs_dweight, needs_dbias = needs
-    dx = None
-    if needs_dx:
-        g = dz if weight is None else dz * weight
-        rows, of_rows = (xhat, g) if view is None else (view(xhat), view(g))
-        dx = project(of_rows, rows, rstd, normalized_ndim, is_rms).reshape(xhat.shape)
-    return [dx, dz * xhat if needs_dweight else None, dz if needs_dbias else None]
-
-
-def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
-    """The gradients that are needed, as functions of the tensors; mean and rstd depend on x.
-
-    The parameters' gradients are summed over the leading dimensions from sum_from on. The rounding
-    of xhat counts as the identity.
-    """
-    acc = acc_dtype(b.x.dtype)
-    xhat, rstd = normalized_again(b.x.to(acc), b.normalized_ndim, b.rstd, b.is_rms)
-    return backward_of(b, xhat, rstd, sum_from)
-
-
-def backward_of(b: BackwardArguments, xhat: Tensor, rstd: Tensor, sum_from: int = 0) -> Gradients:
-    acc = acc_dtype(b.x.dtype)
-    weight, bias = shifted(b.weight, b.weight_offset, acc), to(b.bias, acc)
-    shift, scale = to(b.shift, acc), to(b.scale, acc)
-    z = functools.partial(affine, xhat, weight, bias)
-    dz, dshift, dscale = of_output(b, b.dy.to(acc), z, shift, scale)
-    needs, norm = (b.needs_dx, b.needs_dweight, b.needs_dbias), (b.normalized_ndim, b.is_rms)
-    dx, *of_parameters = of_affine(needs, dz, xhat, rstd, weight, *norm)
-    if dx is not None:
-        dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype)
-    kept, ones = b.x.shape[:sum_from], [1] * (b.x.dim() - b.normalized_ndim - sum_from)
-    dweight, dbias = (
-        None
-        if gradient is None
-        else sum_to(gradient, [*kept, *ones, *b.normalized_shape])
-        .reshape(*kept, *b.normalized_shape)
-        .to(b.parameter_dtype)
-        for gradient in of_parameters
-    )
-    return Gradients(dx, dshift, dscale, dweight, dbias)
-
-
-def gate_backward(
-    dresidual_out: Tensor, input: Tensor, gate: Tensor, needs_dinput: bool, needs_dgate: bool
-) -> tuple[Tensor, Tensor]:
-    """What gate_backward gives."""
-    acc = acc_dtype(dresidual_out.dtype, input.dtype, gate.dtype)
-    dinput, dgate = input.new_empty((0,)), gate.new_empty((0,))
-    if needs_dinput:
-        # Of one dtype, a product is computed in float32 and rounded once, without copies.
-        one_dtype = dresidual_out.dtype == input.dtype == gate.dtype
-        d = dresidual_out if one_dtype else dresidual_out.to(acc)
-        dinput = (d * gate).to(input.dtype)
-    if needs_dgate:
-        dgate = sum_to(dresidual_out.to(acc) * input, gate.shape).to(gate.dtype)
-    return dinput, dgate
-
-
-def results(
-    gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None], x: Tensor
-) -> tuple[Tensor, ...]:
-    """What a backward operator gives: the gradients of these tensors in their dtypes.
-
-    An empty tensor is given for no gradient; x's dtype counts for a tensor that is not there.
-    """
-    dtypes = [x.dtype if tensor is None else tensor.dtype for tensor in tensors]
     return tuple(
-        x.new_empty(0, dtype=dtype) if gradient is None else gradient.to(dtype)
-        for gradient, dtype in zip(gradients, dtypes, strict=True)
+        found[name].to(dtype_of(name)) if name in found else x.new_empty(0, dtype=dtype_of(name))
+        for name in names
     )

@@ -8,46 +8,26 @@ says what the operators give.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import arguments, composite, load
+from . import arguments, load
 from .arguments import HALF, name_of
-from .autograd import needs_grad
-from .formulas import acc_dtype, affine, normalized, of_affine, results, shifted, sum_like, to
+from .autograd import derivatives, needs_grad
+from .formulas import acc_dtype, affine, normalized, shifted, to, warn_of_cuda
 
 STATISTICS = (*arguments.STATISTICS, None)
 MOST_KERNEL_COLS = load.operators._limit("head_cols")
 
 
-class HeadArguments(NamedTuple):
-    """One call of qk_norm_rope, in the order of its schema."""
-
-    q: Tensor
-    k: Tensor | None
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    q_bias: Tensor | None
-    k_bias: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
-    rotary_dim: int
-    seq_dim: int
-    eps: float
-    statistic: str | None
-    weight_offset: float
-    round_before_weight: bool
-    interleaved: bool
-    inverse: bool = False
-
+HeadArguments = load.call_of(load.operators.qk_norm_rope.default)  # one call of qk_norm_rope
 
 # Functions and no properties, which Dynamo of torch 2.10 does not read.
 
 
-def sides(a: HeadArguments) -> list[tuple[str, Tensor, Tensor | None, Tensor | None]]:
+def sides(a: Any) -> list[tuple[str, Tensor, Tensor | None, Tensor | None]]:
     """The name, tensor, weight and bias of q and, where it is there, of k."""
     found = [("q", a.q, a.q_weight, a.q_bias)]
     if a.k is not None:
@@ -55,7 +35,7 @@ def sides(a: HeadArguments) -> list[tuple[str, Tensor, Tensor | None, Tensor | N
     return found
 
 
-def has_kernel(a: HeadArguments) -> bool:
+def has_kernel(a: Any) -> bool:
     """Whether there are kernels for such rows."""
     cols = a.q.shape[3]
     return (
@@ -66,21 +46,21 @@ def has_kernel(a: HeadArguments) -> bool:
     )
 
 
-def needs_grad_of_angles(a: HeadArguments) -> bool:
+def needs_grad_of_angles(a: Any) -> bool:
     return needs_grad(a.cos, a.sin)
 
 
 # ---- The computation in PyTorch's operators.
 
 
-def _angles(a: HeadArguments, angles: Tensor, acc: torch.dtype) -> Tensor:
+def _angles(a: Any, angles: Tensor, acc: torch.dtype) -> Tensor:
     """cos or sin of each pair, of the dimensions of q and k."""
     if angles.shape[-1] != a.rotary_dim // 2:
         angles = angles[..., ::2] if a.interleaved else angles[..., : a.rotary_dim // 2]
     return angles.to(acc).unsqueeze(-2 if a.seq_dim == 1 else -3)
 
 
-def rotate(a: HeadArguments, z: Tensor) -> Tensor:
+def rotate(a: Any, z: Tensor) -> Tensor:
     """z with its first rotary_dim columns rotated, in z's dtype."""
     if a.cos is None or a.sin is None:
         return z
@@ -97,16 +77,14 @@ def rotate(a: HeadArguments, z: Tensor) -> Tensor:
     return found if a.rotary_dim == z.shape[-1] else torch.cat((found, z[..., a.rotary_dim :]), -1)
 
 
-def normalize(
-    a: HeadArguments, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm's result, xhat and rstd of one of q and k, in the arithmetic's dtype."""
+def _normalize(a: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The norm's result of one of q and k, in the arithmetic's dtype."""
     acc = acc_dtype(x.dtype)
-    _, xhat, rstd = normalized(x.to(acc), 1, a.eps, a.statistic == "rms")
+    xhat = normalized(a, x.to(acc), 1)[1]
     rounds = a.round_before_weight and weight is not None
     z = xhat.to(x.dtype).to(acc) if rounds else xhat
     z = affine(z, shifted(weight, a.weight_offset, acc), to(bias, acc))
-    return z.to(x.dtype).to(acc) if rounds else z, xhat, rstd
+    return z.to(x.dtype).to(acc) if rounds else z
 
 
 def dense_like(x: Tensor) -> Tensor:
@@ -122,22 +100,22 @@ def _laid_out(y: Tensor, x: Tensor) -> Tensor:
     return dense_like(x).copy_(y)
 
 
-def formula(a: HeadArguments) -> tuple[Tensor, ...]:
+def formula(a: Any) -> tuple[Tensor, ...]:
     """The results in PyTorch's operators, which differentiate them any number of times."""
     found = []
     for _, x, weight, bias in sides(a):
         z = x.to(acc_dtype(x.dtype))
         if a.statistic is not None:
-            z = normalize(a, x, weight, bias)[0]
+            z = _normalize(a, x, weight, bias)
         found.append(rotate(a, z).to(x.dtype))
     return tuple(found)
 
 
-def with_k(a: HeadArguments, found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def with_k(a: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     return (found[0], found[1] if len(found) > 1 else a.q.new_empty(0))
 
 
-def by_formula(a: HeadArguments) -> tuple[Tensor, Tensor]:
+def by_formula(a: Any) -> tuple[Tensor, Tensor]:
     """What qk_norm_rope gives, but for the order of memory, of arguments that were checked."""
     return with_k(a, formula(a))
 
@@ -145,80 +123,64 @@ def by_formula(a: HeadArguments) -> tuple[Tensor, Tensor]:
 def composite_forward(*args: Any) -> tuple[Tensor, Tensor]:
     a = HeadArguments(*args)
     check(a)
-    composite._warn_of_cuda(a.q)
+    warn_of_cuda(a.q)
     found = formula(a)
     laid_out = tuple(_laid_out(y, x) for y, (_, x, *_) in zip(found, sides(a), strict=True))
     return with_k(a, laid_out)
 
 
-_BackwardCall: Any = load.call_of(load.operators.qk_norm_rope_backward.default)
+BackwardArguments: Any = load.call_of(load.operators.qk_norm_rope_backward.default)
 
 
-class BackwardArguments(_BackwardCall):  # type: ignore[misc]
-    """One call of qk_norm_rope_backward."""
-
-    @property
-    def forward(self) -> HeadArguments:
-        """The forward call. The rounding of xhat counts as the identity."""
-        call: Any = (*self[2:15], False, *self[15:17])
-        return HeadArguments(*call)
-
-    @classmethod
-    def of(
-        cls, a: HeadArguments, dq: Tensor, dk: Tensor | None, dweight: bool, dbias: bool
-    ) -> BackwardArguments:
-        # All but round_before_weight.
-        return cls(*(dq, dk, *a[:13], *a[14:], dweight, dbias))
-
-    def results(self, found: list[tuple[Tensor, Tensor | None, Tensor | None]]) -> Any:
-        """The operator's results from (dx, dweight, dbias) of q and k; None becomes empty."""
-        none = (None, None, None)
-        q, k = (*found, none)[:2]
-        parameters = (self.q_weight, self.k_weight, self.q_bias, self.k_bias)
-        laid_out = (q[0], k[0], q[1], k[1], q[2], k[2])
-        return results(laid_out, (self.q, self.q, *parameters), self.q)
+def forward_of(b: Any) -> Any:
+    """The forward call of a backward one. The rounding of xhat counts as the identity."""
+    return HeadArguments(*b[2:15], False, *b[15:17])
 
 
-def _backward(b: BackwardArguments) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
-    """(dx, dweight, dbias) of q and k in PyTorch's operators."""
-    a = b.forward
-    back = a._replace(inverse=not a.inverse)
-    found = []
-    for dy, (_, x, weight, bias) in zip((b.dq_out, b.dk_out), sides(a), strict=False):
-        assert dy is not None
-        acc = acc_dtype(x.dtype)
-        dz = rotate(back, dy.to(acc))
-        _, xhat, rstd = normalize(a, x, weight, None)
-        wide = shifted(weight, a.weight_offset, acc)
-        needs = (True, b.needs_dweight, b.needs_dbias)
-        is_rms = a.statistic == "rms"
-        dx, dweight, dbias = of_affine(needs, dz, xhat, rstd, wide, 1, is_rms)
-        assert dx is not None
-        found.append((dx, sum_like(dweight, weight, weight), sum_like(dbias, bias, bias)))
-    return found
+def results(b: Any, found: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """What qk_norm_rope_backward gives: gradients by name, and empty tensors for the others."""
+    names = ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias")
+    return tuple(
+        b.q.new_empty(0, dtype=b.q.dtype if (t := getattr(b, name)) is None else t.dtype)
+        if (gradient := found.get(name)) is None
+        else gradient
+        for name in names
+    )
 
 
-def backward_by_formula(
-    *args: Any, layout: Callable[[Tensor, Tensor], Tensor] = lambda dx, x: dx.to(x.dtype)
-) -> Any:
-    """What qk_norm_rope_backward gives, but for the order of memory."""
+def wanted(b: Any) -> list[str]:
+    """The names of the tensors whose gradients a backward call asks for."""
+    weights = ["q_weight", "k_weight"] * b.needs_dweight + ["q_bias", "k_bias"] * b.needs_dbias
+    return [name for name in ("q", "k", *weights) if getattr(b, name) is not None]
+
+
+def backward_by_formula(*args: Any) -> tuple[Tensor, ...]:
+    """What qk_norm_rope_backward gives, but for the order of memory: `formula` differentiated."""
     b = BackwardArguments(*args)
-    found = [
-        (layout(dx, x), dweight, dbias)
-        for (dx, dweight, dbias), (_, x, *_) in zip(_backward(b), sides(b.forward), strict=True)
-    ]
-    return b.results(found)
+    a, names = forward_of(b), wanted(b)
+
+    def function(*leaves: Tensor) -> tuple[Tensor, ...]:
+        return formula(a._replace(**dict(zip(names, leaves, strict=True))))
+
+    grads = [dy for dy in (b.dq_out, b.dk_out) if dy is not None]
+    found = derivatives(function, [getattr(a, name) for name in names], grads)
+    named = zip(names, found, strict=True)
+    return results(b, {name: gradient for name, gradient in named if gradient is not None})
 
 
-def composite_backward(*args: Any) -> Any:
-    _check_backward(BackwardArguments(*args))
-    return backward_by_formula(*args, layout=_laid_out)
+def composite_backward(*args: Any) -> tuple[Tensor, ...]:
+    b = BackwardArguments(*args)
+    arguments.check_tensors(b)
+    with torch.no_grad():
+        dq, dk, *others = backward_by_formula(*args)
+    dk = dk if b.k is None else _laid_out(dk, b.k)
+    return _laid_out(dq, b.q), dk, *(t.contiguous() for t in others)
 
 
 # ---- What a call must satisfy.
 
 
-def check(a: HeadArguments) -> None:
+def check(a: Any) -> None:
     """Raises, with one sentence, if the operators cannot take these arguments.
 
     Without k, the names are those of norm_rope.
@@ -259,7 +221,7 @@ def check(a: HeadArguments) -> None:
     _check_angles(a)
 
 
-def _check_beside_q(a: HeadArguments, k: Tensor) -> None:
+def _check_beside_q(a: Any, k: Tensor) -> None:
     q = a.q
     arguments.check_device("k", k, "q", q)
     if k.dtype != q.dtype:
@@ -283,7 +245,7 @@ def _check_device_and_dtype(
         raise arguments.dtype_error(name, tensor, allowed, beside, [q.dtype])
 
 
-def _check_angles(a: HeadArguments) -> None:
+def _check_angles(a: Any) -> None:
     cos, sin = a.cos, a.sin
     if (cos is None) != (sin is None):
         given, other = ("sin", "cos") if cos is None else ("cos", "sin")
@@ -321,18 +283,3 @@ def _check_angles(a: HeadArguments) -> None:
             "expected cos and sin of one dtype and one last size, got "
             f"{name_of(cos.dtype)} {list(cos.shape)} and {name_of(sin.dtype)} {list(sin.shape)}"
         )
-
-
-def _check_backward(b: BackwardArguments) -> None:
-    """Raises if qk_norm_rope_backward cannot take these arguments, as csrc/bindings/cuda does."""
-    check(b.forward)
-    if b.statistic is None:
-        arguments.refuse("a rotation alone is its own backward, with inverse")
-    if (b.dk_out is None) != (b.k is None):
-        arguments.refuse("dk_out belongs to k")
-    for dy, x in ((b.dq_out, b.q), (b.dk_out, b.k)):
-        if dy is None or x is None:
-            continue
-        arguments.check_tensor("the gradient of a result", dy)
-        if dy.shape != x.shape or dy.dtype != x.dtype or dy.device != x.device:
-            arguments.refuse("gradients must be as the results are")

@@ -28,7 +28,6 @@ from .autograd import (
     needs_grad,
     redispatch,
 )
-from .family import folded
 from .head_formulas import (
     BackwardArguments,
     HeadArguments,
@@ -39,10 +38,12 @@ from .head_formulas import (
     composite_forward,
     dense_like,
     needs_grad_of_angles,
+    results,
     sides,
+    wanted,
     with_k,
 )
-from .vmap import one_by_one, to_front
+from .vmap import folded, one_by_one, to_front
 
 qk_norm_rope = load.operators.qk_norm_rope.default
 qk_norm_rope_backward = load.operators.qk_norm_rope_backward.default
@@ -58,15 +59,11 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_backward(*args: Any) -> Any:
     b = BackwardArguments(*args)
-
-    def like(parameter: Tensor | None, needed: bool) -> Tensor | None:
-        return parameter.new_empty(parameter.shape) if needed and parameter is not None else None
-
-    found = [
-        (dense_like(x), like(weight, b.needs_dweight), like(bias, b.needs_dbias))
-        for _, x, weight, bias in sides(b.forward)
-    ]
-    return b.results(found)
+    found = {name: getattr(b, name) for name in wanted(b)}
+    dense = {
+        name: dense_like(t) if t.dim() == 4 else t.new_empty(t.shape) for name, t in found.items()
+    }
+    return results(b, dense)
 
 
 # ---- Derivatives.
@@ -107,7 +104,7 @@ class _Forward(Function):
         else:
             a = HeadArguments(*of(a[0:2]), *of(a[2:4]), *of(a[4:6]), *a[6:])
             flags = needs.q_weight or needs.k_weight, needs.q_bias or needs.k_bias
-            b = BackwardArguments.of(a, of_q, of_k, *flags)
+            b = BackwardArguments(of_q, of_k, *a[:13], *a[14:], *flags)  # all but the rounding
             found = call_operator(qk_norm_rope_backward, *b)
         gradients: list[Any] = [None] * len(needs)
         for place, side in enumerate(present):

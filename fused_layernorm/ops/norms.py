@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of norms as families, and their backward operators, implemented.
+"""The operators of norms over rows, as families, and their backward operators.
 
 Each computes LayerNorm or RMSNorm: layer_norm and ada_layer_norm, and both behind a sum (add_...).
-What the implementations share is in operators.py.
 """
 
 from __future__ import annotations
@@ -12,77 +11,77 @@ from typing import Any
 
 from torch import Tensor
 
-from . import arguments, composite, fakes, formulas, load, vmap
+from . import arguments, formulas, load
 from .autograd import in_forward_mode, needs_grad, redispatch
-from .family import AUTOGRAD, FAMILIES, GRADIENTS, Family, fake_backward, implement, tensors_of
-from .operators import (
-    ADA_LAYER_NORM_BACKWARD,
-    BACKWARD,
-    FORWARD,
-    Arguments,
-    Operator,
-    Results,
-    gated_backward,
+from .family import (
+    AUTOGRAD,
+    GRADIENTS,
+    Family,
+    gradients,
+    implement_backward,
+    implement_forward,
+    tensors_of,
 )
+from .operators import FORWARD
 
+_PLAIN, _MODULATED = load.layer_norm_backward, load.ada_layer_norm_backward
+_GATED, _GATE = load.add_ada_layer_norm_backward, load.gate_backward
+Backward = Callable[..., tuple[Tensor, ...]]
 
-def _family(plain: Operator, forward: Operator) -> Family:
-    def as_outputs(implementation: Callable[[Arguments], Results]) -> Callable[[Any], Any]:
-        of_operator = forward.implemented_by(implementation)
-        return lambda a: of_operator(*a)
-
-    return Family(
-        plain.name,
-        load.call_of(plain.overload),
-        lambda a: arguments.check(plain.arguments(*a)),
-        as_outputs(formulas.forward),
-        load.ada_layer_norm_backward if plain.is_modulated else load.layer_norm_backward,
-        load.add_ada_layer_norm_backward if "gate" in plain.fields else None,
-        as_outputs(composite.forward),
+NORMS = tuple(
+    Family(
+        one.name,
+        arguments.check,
+        formulas.forward,
+        _MODULATED if "shift" in one.fields else _PLAIN,
+        _GATED if "gate" in one.fields else None,
     )
-
-
-NORMS = tuple(map(_family, FORWARD[::2], FORWARD[1::2]))
-FAMILIES += NORMS
-
-for _operator in FORWARD:
-    implement(
-        _operator.overload,
-        _operator.implemented_by(composite.checked_forward),
-        _operator.implemented_by(fakes.forward),
-        vmap.forward_rule(_operator),
-    )
-for _backward in BACKWARD:
-    GRADIENTS[_backward.overload] = _backward.implemented_by(formulas.backward)
-    implement(
-        _backward.overload,
-        _backward.implemented_by(composite.backward),
-        _backward.implemented_by(fakes.backward),
-        vmap.backward_rule(_backward),
-    )
-GRADIENTS[load.gate_backward] = formulas.gate_backward
-_fake_gate = fake_backward(load.gate_backward)
-implement(load.gate_backward, composite.gate_backward, _fake_gate, vmap.gate_backward_rule)
-_ada = ADA_LAYER_NORM_BACKWARD.implemented_by
-GRADIENTS[load.add_ada_layer_norm_backward] = gated_backward(
-    _ada(formulas.backward), formulas.gate_backward
+    for one in FORWARD
 )
-implement(
-    load.add_ada_layer_norm_backward,
-    gated_backward(_ada(composite.backward), composite.gate_backward, checks=True),
-    gated_backward(_ada(fakes.backward), _fake_gate),
-    None,
-)
-# Under vmap, and where the gradients are to be differentiated, it makes the two calls whose work it
-# does; the operators called have rules and derivatives.
-_two = gated_backward(load.ada_layer_norm_backward, load.gate_backward)
-load.library.impl("add_ada_layer_norm_backward", _two, "FuncTorchBatched")
+for _family in NORMS:
+    implement_forward(_family)
+
+
+def _of_gate(b: Any, once: bool) -> tuple[Tensor]:
+    """The product of input and gate, of which gate_backward has the gradient."""
+    acc = formulas.acc_dtype(b[0].dtype, b.input.dtype, b.gate.dtype)
+    return ((b.input.to(acc) * b.gate.to(acc)).to(b[0].dtype),)
+
+
+_OfNorm, _OfBoth = load.call_of(_MODULATED), load.call_of(_GATED)
+
+
+def _in_turn(of_norm: Backward, of_gate: Backward) -> Backward:
+    """add_ada_layer_norm_backward as the two operators whose work it does."""
+
+    def implementation(*args: Any) -> tuple[Tensor, ...]:
+        g = _OfBoth(*args)
+        needs_gate = g.needs_dinput or g.needs_dgate
+        norm = g._replace(needs_dx=g.needs_dx or needs_gate)
+        dx, *others = of_norm(*(getattr(norm, name) for name in _OfNorm._fields))
+        gates: Any = (g.input.new_empty((0,)), g.gate.new_empty((0,)))
+        if needs_gate:
+            gates = of_gate(dx, g.input, g.gate, g.needs_dinput, g.needs_dgate)
+        return (dx if g.needs_dx else g.x.new_empty((0,)), *gates, *others)
+
+    return implementation
+
+
+for _operator, _of in (
+    (_PLAIN, formulas.of_backward),
+    (_MODULATED, formulas.of_backward),
+    (_GATE, _of_gate),
+):
+    implement_backward(_operator, gradients(_operator, _of), NORMS[3])
+implement_backward(_GATED, _in_turn(GRADIENTS[_MODULATED], GRADIENTS[_GATE]), NORMS[3])
+_operators_in_turn = _in_turn(_MODULATED, _GATE)
 
 
 def _autograd(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     if in_forward_mode() or needs_grad(*tensors_of(args)):
-        return _two(*args)
-    return redispatch(load.add_ada_layer_norm_backward, keyset, *args)
+        return _operators_in_turn(*args)
+    found: tuple[Tensor, ...] = redispatch(_GATED, keyset, *args)
+    return found
 
 
-AUTOGRAD[load.add_ada_layer_norm_backward] = _autograd
+AUTOGRAD[_GATED] = _autograd
