@@ -92,6 +92,7 @@ ALLOWED = [
         "two numbers, beside running sums of groups",
     ),
     Allowed(r"planes_apply_kernel<__nv_bfloat16, float, 8>", 8, "a number, beside y of float32"),
+    Allowed(r"gate_backward_kernel<", 16, "four rows at once in two types"),
     Allowed(
         r"backward_warp_kernel<Norm<Types<(__half|__nv_bfloat16), .*>, 8>",
         40,

@@ -137,7 +137,7 @@ GROUP_WORDS: dict[str, dict[str, Any]] = {
     **{name: {"device": name} for name in DEVICES},
 }
 GROUPS = (
-    "bfloat16", "float32", "bfloat16 y-float32", "bfloat16 unaligned", "bfloat16 apart",
+    "bfloat16", "float32", "bfloat16 y-float32", "float64", "bfloat16 unaligned", "bfloat16 apart",
     "bfloat16 A100", "bfloat16 T4", "bfloat16 B200", "bfloat16 channels_last",
     "float32 channels_last", "bfloat16 channels_last unaligned", "bfloat16 channels_last B200",
 )  # fmt: skip

@@ -148,9 +148,7 @@ def test_bits_are_equal(kind, dtype, shape, poison):
             same_bits(direct, indirect)
             # With an out_dtype, a weight that kernels read only converted goes by the operators.
             if "out_dtype" not in options:
-                # Of float64 bare norms alone have kernels.
-                fused = "add" in kind or "activation" in options or "weight_offset" in of_weight
-                assert calls == (0 if dtype[0] is F64 and fused else 4), (options, has)
+                assert calls == 4, (options, has)
 
 
 # shift, scale and gate as parts of p, of shape (batch, rows, 6 * c), and the direct calls each way.
@@ -283,7 +281,7 @@ def test_norms_over_groups(order, dtypes, poison):
     for a, b in zip(direct, indirect, strict=True):
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         assert torch.equal(a, b)
-    assert calls == (0 if order == "gaps" or dtypes[0] is F64 else 4)
+    assert calls == (0 if order == "gaps" else 4)
 
 
 @pytest.mark.gpu

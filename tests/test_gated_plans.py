@@ -39,32 +39,23 @@ def test_kernels_can_run_every_plan():
         }
         device = choose.choice(list(DEVICES))
         p = plan(rows, cols, groups, dtype, device=device, **problem)
-        width = 16 // dtype.itemsize
-        if p is None:
-            longest = MOST_THREADS[backward] * 4 * width
-            short_of_memory = backward and DEVICES[device]["shared_memory"] < 512 * 192 + 512
-            assert (
-                not problem["aligned"]
-                or cols % width != 0
-                or dtype == F64
-                or (backward and problem["bias"])
-                or cols > longest // (2 if short_of_memory else 1)
-            )
-            continue
-        vecs, teams = p["vecs"], p["teams"]
+        width, vecs, teams = 16 // dtype.itemsize, p["vecs"], p["teams"]
         of_team = p["threads"] // teams
         sets = p["blocks"] // groups
         assert p["blocks"] == sets * groups
         assert p["threads"] % 32 == 0
         assert p["threads"] <= MOST_THREADS[backward]
-        assert problem["aligned"]
-        assert cols % width == 0
-        assert dtype != F64
-        assert not (backward and problem["bias"])
-        # A thread has a whole group's vectors, and teams of less than a warp are logical warps.
-        assert cols <= of_team * vecs * width
-        assert of_team % 32 == 0 or 32 % of_team == 0
-        assert teams == 1 or of_team <= 32
+        if p["strategy"] == "held":
+            assert problem["aligned"]
+            assert cols % width == 0
+            assert dtype != F64
+            assert not (backward and problem["bias"])
+            # A thread has a whole group's vectors, and teams of less than a warp are logical warps.
+            assert cols <= of_team * vecs * width
+            assert of_team % 32 == 0 or 32 % of_team == 0
+            assert teams == 1 or of_team <= 32
+        else:
+            assert (teams, vecs) == (1, 0)
         if not backward:
             assert (sets - 1) * teams < rows <= sets * teams
             assert p["workspace_bytes"] == 0
@@ -73,16 +64,19 @@ def test_kernels_can_run_every_plan():
             few = vecs == 1 and rows * of_team <= 512 and problem["needs_dweight"]
             assert p["partials"] == sets
             assert sets == 1 if few else sets >= 2
-            sums = sets * groups * cols * 4 if problem["needs_dweight"] and sets > 1 else 0
-            assert p["workspace_bytes"] == sums
-            # x, gate and dy of the rows of a block, which leave room for the sums of its warps.
-            stage = 3 * 16 * vecs * p["threads"]
-            assert p["stages"] in (1, 2)
-            assert p["shared_bytes"] == p["stages"] * stage
-            assert p["shared_bytes"] + 512 <= DEVICES[device]["shared_memory"]
-            assert teams == 1 or p["threads"] // 32 * cols * 4 <= stage
-        seen.add((backward, vecs, teams > 1))
-    assert len(seen) == 6
+            sums = problem["needs_dweight"] + problem["bias"] if sets > 1 else 0
+            acc = 8 if dtype == F64 else 4
+            kept = (2 if problem["bias"] else 1) if sums else 0
+            assert p["workspace_bytes"] == kept * sets * groups * cols * acc
+            if p["strategy"] == "held":
+                # x, gate and dy of the rows of a block, which leave room for the sums of its warps.
+                stage = 3 * 16 * vecs * p["threads"]
+                assert p["stages"] in (1, 2)
+                assert p["shared_bytes"] == p["stages"] * stage
+                assert p["shared_bytes"] + 512 <= DEVICES[device]["shared_memory"]
+                assert teams == 1 or p["threads"] // 32 * cols * 4 <= stage
+        seen.add((p["strategy"], backward, vecs, teams > 1))
+    assert len(seen) == 8
 
 
 def test_how_a_group_is_laid_out_depends_on_its_length_alone():
@@ -101,12 +95,12 @@ def test_few_rows_are_of_one_block_that_has_dweight():
         assert more["blocks"] > 1
 
 
-def test_which_groups_have_a_kernel():
-    has = [plan(9, cols) is not None for cols in (1000, 1001, 32_768, 32_776)]
-    assert has == [True, False, True, False]
-    assert [plan(9, cols, backward=True) is not None for cols in (16_384, 16_392)] == [True, False]
-    assert plan(9, 1024, backward=True, bias=True) is None
-    assert plan(9, 1024, dtype=F64) is None
+def test_which_groups_are_held():
+    assert [plan(9, cols)["strategy"] for cols in (1000, 1001, 32_768, 32_776)] == [
+        "held", "looped", "held", "looped"]  # fmt: skip
+    longest = [plan(9, cols, backward=True)["strategy"] for cols in (16_384, 16_392)]
+    assert longest == ["held", "looped"]
+    assert plan(9, 1024, backward=True, bias=True)["strategy"] == "looped"
 
 
 def test_large_forward_calls_leave_l2_as_other_kernels_do():
@@ -117,8 +111,9 @@ def test_large_forward_calls_leave_l2_as_other_kernels_do():
 def test_which_rows_come_ahead():
     cols, stages = (128, 8192, 16_384), {}
     for device in ("H100", "L40S", "T4"):
-        plans = [plan(9, n, backward=True, needs_dweight=False, device=device) for n in cols]
-        stages[device] = [p["stages"] if p else 0 for p in plans]
+        stages[device] = [
+            plan(9, n, backward=True, needs_dweight=False, device=device)["stages"] for n in cols
+        ]
     assert stages == {"H100": [2, 2, 2], "L40S": [2, 2, 1], "T4": [2, 1, 0]}
     # Two blocks a multiprocessor.
     assert plan(10_000, 8192, backward=True)["blocks"] == 264

@@ -45,9 +45,7 @@ enum class Modulated { kNot, kByRow, kByGroup, kByGroupWithGate, kByRowWithGate 
 
 void* const kSomewhere = reinterpret_cast<void*>(0x10000000);
 
-// Nothing is launched where no kernel takes the problem.
-std::optional<cudaError_t> launch_forward(const Problem& problem, const DataTypes& types,
-                                          const Device& device) {
+cudaError_t launch_forward(const Problem& problem, const DataTypes& types, const Device& device) {
   ForwardParams p;
   p.input = p.weight = p.bias = p.y = p.mean = p.rstd = p.workspace = kSomewhere;
   p.rows = problem.rows;
@@ -57,14 +55,12 @@ std::optional<cudaError_t> launch_forward(const Problem& problem, const DataType
   p.is_modulated = problem.modulated;
   if (problem.modulated) p.modulation.shift = p.modulation.scale = kSomewhere;
   if (problem.modulated && problem.residual) p.modulation.gate = kSomewhere;
-  const auto plan = make_forward_plan(problem, device);
-  if (!plan) return std::nullopt;
   return std::visit(
-      [&](const auto& strategy) { return launch_layer_norm_forward(p, types, strategy, nullptr); },
-      *plan);
+      [&](const auto& plan) { return launch_layer_norm_forward(p, types, plan, nullptr); },
+      make_forward_plan(problem, device));
 }
 
-// The same, and nothing is launched for a gated sum that one launch cannot compute.
+// Nothing is launched for a gated sum that one launch cannot compute.
 std::optional<cudaError_t> launch_backward(const Problem& problem, const DataTypes& types,
                                            const Device& device) {
   BackwardParams p;
@@ -81,9 +77,9 @@ std::optional<cudaError_t> launch_backward(const Problem& problem, const DataTyp
   const auto launch = [&](const auto& plan) {
     return launch_layer_norm_backward(p, types, plan, nullptr);
   };
-  if (problem.gated) p.modulation.gate = p.input = p.dinput = p.dgate = kSomewhere;
-  const auto plan =
-      problem.gated ? make_gated_plan(problem, device) : make_backward_plan(problem, device);
+  if (!problem.gated) return std::visit(launch, make_backward_plan(problem, device));
+  p.modulation.gate = p.input = p.dinput = p.dgate = kSomewhere;
+  const auto plan = make_gated_plan(problem, device);
   if (!plan) return std::nullopt;
   return std::visit(launch, *plan);
 }
@@ -117,14 +113,7 @@ void run(Problem problem, Modulated modulated, const Device& device, bool quiet)
   }
   most_shared_memory = device.shared_memory;
   launches.clear();
-  // Of float64 bare norms alone have kernels.
-  const bool bare = !problem.residual && !problem.has_epilogue && !problem.modulated;
-  const bool has_kernels = bare || problem.x != DataType::kFloat64;
-  if (const auto error = launch_forward(problem, types, device)) {
-    report(problem, device, "forward", *error, quiet);
-  } else if (has_kernels) {
-    report(problem, device, "forward", cudaErrorInvalidValue, quiet);
-  }
+  report(problem, device, "forward", launch_forward(problem, types, device), quiet);
   problem.gated =
       modulated == Modulated::kByGroupWithGate || modulated == Modulated::kByRowWithGate;
   for (const bool needs : {true, false}) {
@@ -133,8 +122,6 @@ void run(Problem problem, Modulated modulated, const Device& device, bool quiet)
     launches.clear();
     if (const auto error = launch_backward(problem, types, device)) {
       report(problem, device, "backward", *error, quiet);
-    } else if (has_kernels && !problem.modulated) {
-      report(problem, device, "backward", cudaErrorInvalidValue, quiet);
     }
   }
 }
@@ -270,7 +257,6 @@ void run_gated(const Device& device, bool quiet) {
         problem.bias = kind & 8;
         if (problem.backward && x != y) continue;
         const auto plan = make_gated_norm_plan(problem, device);
-        if (!plan) continue;
         GatedParams params;
         params.x = params.gate = params.y = params.rstd = params.workspace = kSomewhere;
         params.rows = static_cast<int32_t>(problem.rows);
@@ -279,8 +265,10 @@ void run_gated(const Device& device, bool quiet) {
         params.gate_first = kind & 16;
         params.y_type = y;
         if (problem.backward) params.dy = params.dgate = params.dweight = kSomewhere;
+        if (problem.bias) params.dbias = kSomewhere;
         launches.clear();
-        const cudaError_t error = problem.backward
+        const cudaError_t error = !plan ? cudaErrorInvalidValue
+                                  : problem.backward
                                       ? launch_gated_backward(params, x, *plan, nullptr)
                                       : launch_gated_forward(params, x, *plan, nullptr);
         ++problems;

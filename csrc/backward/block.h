@@ -76,9 +76,8 @@ inline std::optional<int> row_stages(const Problem& problem, const Device& devic
 
 inline std::optional<Block> Block::make(const Problem& problem, const Device& device,
                                         const Forced& forced) {
-  const bool allowed =
-      !problem.modulated && !is_fused_float64(problem) &&
-      forced.allows(kName, {Field::kVecs, Field::kTeams, Field::kBulk, Field::kStages});
+  const bool allowed = !problem.modulated && forced.allows(kName, {Field::kVecs, Field::kTeams,
+                                                                   Field::kBulk, Field::kStages});
   if (!allowed) return std::nullopt;
   const auto rows = row_teams(problem, device, forced);
   if (!rows) return std::nullopt;

@@ -203,6 +203,21 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
   store_param_grads<W>(p, at, sum);
 }
 
+// dgate of every group.
+template <typename Acc, typename W, int kWidth>
+__global__ void __launch_bounds__(kMostWarps* kWarpSize)
+    gate_grad_kernel(const backward::GroupParts parts, const int chunks, const GateParams p) {
+  const GradColumns<kWidth> at(chunks);
+  const PartsOfGroup own(at.group, p.group_rows, p.rows, parts.sets);
+  const auto* partial = static_cast<const Acc*>(p.workspace);
+  const bool has_cols = at.col < p.cols;
+  Acc sum[kWidth];
+  sum_parts<1>(sum, partial + own.first * p.cols + at.col, own.count, p.cols, 0, has_cols,
+               no_factor<Acc, kWidth>);
+  if (threadIdx.x >= kColumnLanes || !has_cols) return;
+  store_gradient<W>(p.dgate, p.dgate_is_wide, at.group * p.cols + at.col, sum);
+}
+
 // The launch of one of these kernels: `chunks` blocks for the columns of each group.
 Launch grad_launch(int chunks, int64_t groups, int64_t parts_of_group, int most = kMostWarps) {
   int warps = 1;
@@ -245,7 +260,7 @@ cudaError_t launch_modulation_grad(const BackwardParams& params, const DataTypes
   const bool wanted = params.dshift != nullptr || params.dscale != nullptr ||
                       params.dgate != nullptr || needs_columns;
   if (params.group_rows == 1 || !wanted) return cudaSuccess;
-  return dispatch_types_but_float64(types, [&](auto t) {
+  return dispatch_types(types, [&](auto t) {
     using Acc = typename decltype(t)::Acc;
     using W = typename decltype(t)::W;
     return with_columns<Acc>(params.cols, [&](auto width, int chunks) {
@@ -261,6 +276,21 @@ cudaError_t launch_modulation_grad(const BackwardParams& params, const DataTypes
       const Launch of_all = grad_launch(chunks, 1, groups);
       return launch_early(early, modulated_param_grad_kernel<Acc, W, width()>, of_all, stream,
                           parts.sums_offset, params);
+    });
+  });
+}
+
+cudaError_t launch_gate_grad(const GateParams& params, const DataTypes& types,
+                             const backward::GroupParts& parts, cudaStream_t stream) {
+  if (params.group_rows == 1 || params.dgate == nullptr) return cudaSuccess;
+  return dispatch_types(types, [&](auto t) {
+    using Acc = typename decltype(t)::Acc;
+    using W = typename decltype(t)::W;
+    return with_columns<Acc>(params.cols, [&](auto width, int chunks) {
+      const int64_t groups = params.rows / params.group_rows;
+      const Launch per_group = grad_launch(chunks, groups, parts.sets / groups + 1);
+      return launch_early(parts.partials.starts_early, gate_grad_kernel<Acc, W, width()>, per_group,
+                          stream, parts, chunks, params);
     });
   });
 }

@@ -4,11 +4,10 @@
 
 namespace fused_layernorm {
 
-std::optional<backward::Plan> make_backward_plan(const Problem& problem, const Device& device) {
+backward::Plan make_backward_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
-  const auto plan = first_plan<backward::Plan>(problem, device, forced);
-  if (!plan && !forced.words.empty()) refuse(forced, problem, true);
-  return plan;
+  if (const auto plan = first_plan<backward::Plan>(problem, device, forced)) return *plan;
+  refuse(forced, problem, true);
 }
 
 std::optional<backward::Plan> make_gated_plan(const Problem& problem, const Device& device) {

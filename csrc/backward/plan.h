@@ -7,6 +7,7 @@
 
 #include "backward/block.h"
 #include "backward/few_rows.h"
+#include "backward/gate.h"
 #include "backward/group.h"
 #include "backward/rows.h"
 #include "backward/split.h"
@@ -18,12 +19,12 @@ namespace backward {
 
 // In the order in which they are asked: few rows by one launch; short rows by logical warps, longer
 // ones by teams of a block or by whole blocks, the longest by several blocks a row or by two reads;
-// and rows with a modulation by themselves or group by group.
+// and rows with a modulation by themselves, group by group, or by two reads.
 using Plan = std::variant<FewRows, Warp, Block, Split, Rows, Group, Stream>;
 
 }  // namespace backward
 
-std::optional<backward::Plan> make_backward_plan(const Problem& problem, const Device& device);
+backward::Plan make_backward_plan(const Problem& problem, const Device& device);
 
 // The plan of a problem with `gated`, if one launch can compute it. Otherwise there is none, and
 // the norm and its gate take a launch each.

@@ -42,7 +42,7 @@ namespace backward {
 
 inline std::optional<Rows> Rows::make(const Problem& problem, const Device& device,
                                       const Forced& forced) {
-  const bool has_kernel = !is_float64(problem) && (problem.aligned || !problem.gated);
+  const bool has_kernel = problem.x != DataType::kFloat64 && (problem.aligned || !problem.gated);
   if (!is_of_rows(problem) || !has_kernel || !forced.allows(kName, {Field::kVecs}))
     return std::nullopt;
   Rows plan;

@@ -153,8 +153,9 @@ inline std::optional<Split> Split::make(const Problem& problem, const Device& de
                        forced.allows(kName, {Field::kVecs, Field::kTeams, Field::kBulk,
                                              Field::kStages, Field::kLag, Field::kBlocksPerRow}) &&
                        forced.allows(Field::kTeams, 1);
-  // There are no kernels for a y narrower than x, nor for single elements without a ring.
-  const bool has_kernels = !is_float64(problem) && !is_narrowed(problem.x, problem.y) &&
+  // There are no kernels for float64 and for a y narrower than x, nor for single elements without a
+  // ring.
+  const bool has_kernels = problem.x != DataType::kFloat64 && !is_narrowed(problem.x, problem.y) &&
                            (problem.aligned || may_have_ring(problem, device, forced));
   if (!allowed || !has_kernels) return std::nullopt;
   const auto first_of = [&](const auto& rings) -> std::optional<Split> {

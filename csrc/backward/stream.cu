@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward of rows of any length, on any chip. One kernel takes the sums of fixed chunks of each
-// row together with dweight and dbias. A second one adds up the sums of each row, and the last one
-// reads x and dy again and computes dx.
+// row together with dweight and dbias, or dscale and dshift of groups of rows. A second one adds up
+// the sums of each row, and the last one reads x and dy again and computes dx.
 #include "backward/running_param_grads.cuh"
 #include "backward/stream.h"
 #include "base/launch.cuh"
@@ -17,9 +17,6 @@ constexpr int kTotalsThreads = 1024;
 // which L2 may still have.
 constexpr int kChunksTogether = 256;
 
-template <typename T>
-using StreamBackward = std::conditional_t<kIsFloat64<T>, BareBackward<T>, SharedBackward<T>>;
-
 // The columns of a chunk.
 struct Chunk {
   int first_col, cols;
@@ -28,14 +25,30 @@ struct Chunk {
       : first_col(index * chunks.cols), cols(min(chunks.cols, all_cols - first_col)) {}
 };
 
+// The weight at a vector of a chunk's columns, or with a modulation the row's combined weight.
+template <typename N, int kWidth>
+__device__ __forceinline__ auto weight_of(const BackwardParams& p,
+                                          const ColumnParameters<typename N::W>& parameters,
+                                          int64_t row, int first_col, int col) {
+  if constexpr (N::Affine::kModulates) {
+    const auto scale = scale_of_row<N>(p, row, first_col).template load<kWidth>(col);
+    return combined_weight<N, kWidth>(p, col, scale, first_col);
+  } else {
+    return parameters.factor.template load<kWidth>(col);
+  }
+}
+
 // The first kernel. Each block owns the columns of one chunk for the rows set, set + sets, ...: it
 // computes their dweight and dbias, and each of its warps stores its part of the two sums of each
-// row. Warps do not wait for each other, so that some load while others compute.
+// row. Warps do not wait for each other, so that some load while others compute. With a modulation
+// the rows of a block follow each other, and the block computes dscale and dshift of each group of
+// rows, or of each row, instead of dweight and dbias.
 template <typename N, int kWidth>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     layer_norm_backward_stream_sums_kernel(const Slices chunks,
                                            const backward::PartialSums partials,
                                            const BackwardParams p) {
+  constexpr bool kModulates = N::Affine::kModulates, kOfRows = is_of_rows<typename N::Affine>();
   using Acc = typename N::Acc;
   constexpr int kVecs = backward_stream_vecs(kWidth);
   const BlockTeam team;
@@ -47,9 +60,34 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const bool reads_x = needs_x(p);
   auto* warp_sums = static_cast<Pair<Acc>*>(p.workspace);  // [row][chunk][warp]
 
-  RunningParamGrads<Acc, kWidth, kVecs> grads;
   const int sets = gridDim.x / all_chunks;
-  for (int64_t row = set; row < p.rows; row += sets) {
+  int64_t first_row = set, end_row = p.rows, row_step = sets;
+  int64_t group_end = p.rows;
+  [[maybe_unused]] int64_t part = 0;
+  if constexpr (kModulates) {
+    const GroupRange range(p, set, sets);
+    first_row = range.begin;
+    end_row = range.end;
+    row_step = 1;
+    group_end = range.end_of_group(range.begin);
+    part = set + range.group_of(range.begin);
+  }
+
+  RunningParamGrads<Acc, kWidth, kVecs> grads;
+  const auto leave_part = [&] {
+    if (p.dscale || p.dshift || p.dweight || p.dbias) {
+      grads.store(PartSink<N>(p, partials, part), share, chunk.first_col);
+    }
+  };
+  for (int64_t row = first_row; row < end_row; row += row_step) {
+    if constexpr (kModulates && !kOfRows) {
+      if (row == group_end) {
+        leave_part();
+        grads = {};
+        ++part;
+        group_end = min(group_end + p.group_rows, end_row);
+      }
+    }
     const auto [mean, rstd] = load_statistics<Acc>(p, row);
     const auto* x_row = x_row_of<N>(p, row, chunk.first_col);
     const auto* dy_row = dy_row_of<N>(p, row, chunk.first_col);
@@ -66,18 +104,31 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int col = share.template col<kWidth>(k);
-      const Gradients<N, kWidth> gradients(p, x[k], dy[k], mean, rstd,
-                                           parameters.factor.template load<kWidth>(col),
-                                           parameters.summand.template load<kWidth>(col));
+      const Gradients<N, kWidth> gradients(
+          p, x[k], dy[k], mean, rstd,
+          weight_of<N, kWidth>(p, parameters, row, chunk.first_col, col),
+          parameters.summand.template load<kWidth>(col));
       gradients.add_sums(sums);
-      gradients.add_dparams(grads.dweight(k), grads.dbias(k));
+      if constexpr (kOfRows) {
+        if (share.has(k)) {
+          store_row_modulation(p, row, share.vector(k) * kWidth, gradients, chunk.first_col);
+        }
+      } else {
+        gradients.add_dparams(grads.dweight(k), grads.dbias(k));
+      }
     }
     if (p.dx == nullptr) continue;
     sums = warp_sum(sums);
     if (team.lane() == 0) warp_sums[(row * all_chunks + index) * kWarps + team.warp()] = sums;
   }
-  const ParamGradSink<N> sink(p, partials, set);
-  if (sink.wanted()) grads.store(sink, share, chunk.first_col);
+  if constexpr (kOfRows) {
+    // dscale and dshift of each row are stored already.
+  } else if constexpr (kModulates) {
+    leave_part();
+  } else {
+    const ParamGradSink<N> sink(p, partials, set);
+    if (sink.wanted()) grads.store(sink, share, chunk.first_col);
+  }
 }
 
 // The second kernel, one block a row: the two means over the row, from the sums that the first
@@ -139,9 +190,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     const int col = share.template col<kWidth>(k);
-    const Gradients<N, kWidth> gradients(p, x[k], dy[k], mean, rstd,
-                                         parameters.factor.template load<kWidth>(col),
-                                         parameters.summand.template load<kWidth>(col));
+    const Gradients<N, kWidth> gradients(
+        p, x[k], dy[k], mean, rstd, weight_of<N, kWidth>(p, parameters, row, chunk.first_col, col),
+        parameters.summand.template load<kWidth>(col));
     if (share.has(k)) dx_row.store(col, gradients.xhat, gradients.g, means, rstd, added[k]);
   }
 }
@@ -154,10 +205,15 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       // The sums do not depend on a gradient beside dx.
-      using Epilogue = typename StreamBackward<T>::Epilogue;
-      const cudaError_t sums = launch(
-          layer_norm_backward_stream_sums_kernel<NormOf<T, NoOtherGradient, Epilogue>, width()>,
-          plan, stream, plan.chunks, plan.partials, params);
+      const auto start_sums = [&](auto epilogue, auto affine) {
+        using N = NormOf<T, NoOtherGradient, decltype(epilogue), decltype(affine)>;
+        return launch(layer_norm_backward_stream_sums_kernel<N, width()>, plan, stream, plan.chunks,
+                      params.is_modulated ? plan.parts.partials : plan.partials, params);
+      };
+      const cudaError_t sums = !params.is_modulated ? start_sums(MayActivate{}, ColumnAffine{})
+                               : params.group_rows == 1
+                                   ? start_sums(Identity{}, MayBeAffineAndModulateRow{})
+                                   : start_sums(Identity{}, MayBeAffineAndModulate{});
       if (sums != cudaSuccess || params.dx == nullptr) return sums;
       const int chunks = plan.chunks.count;
       const Launch per_row = {params.rows, kTotalsThreads};
@@ -165,11 +221,16 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
                                         per_row, stream, chunks, plan.totals_offset, params);
       if (totals != cudaSuccess) return totals;
       const Launch per_chunk = {params.rows * chunks, kThreads};
-      return launch(layer_norm_backward_stream_kernel<StreamBackward<T>, width()>, per_chunk,
-                    stream, plan.chunks, plan.totals_offset, params);
+      const auto start = [&](auto norm) {
+        return launch(layer_norm_backward_stream_kernel<decltype(norm), width()>, per_chunk, stream,
+                      plan.chunks, plan.totals_offset, params);
+      };
+      return params.is_modulated
+                 ? start(NormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>{})
+                 : start(SharedBackward<T>{});
     });
   });
-  return error == cudaSuccess ? launch_param_grad(params, types, plan.partials, stream) : error;
+  return error == cudaSuccess ? launch_sums(params, types, plan, stream) : error;
 }
 
 }  // namespace fused_layernorm

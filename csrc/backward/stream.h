@@ -14,12 +14,14 @@ struct Stream : Launch {
   Slices chunks;
   int64_t totals_offset = 0;  // in the workspace: the two means of every row
   PartialSums partials;
+  GroupParts parts;  // of a modulated norm, in place of partials
 
   static std::optional<Stream> make(const Problem& problem, const Device& device,
                                     const Forced& forced);
   template <typename Json>
   void describe(Json& json) const {
-    json.add("width", width).add(chunks).add("totals_offset", totals_offset).add(partials);
+    json.add("width", width).add(chunks).add("totals_offset", totals_offset);
+    add_sums(json, *this);
   }
 };
 
@@ -68,9 +70,7 @@ inline int64_t stream_sets(const Problem& problem, const Device& device, int64_t
 
 inline std::optional<Stream> Stream::make(const Problem& problem, const Device& device,
                                           const Forced& forced) {
-  if (problem.modulated || is_fused_float64(problem) || !forced.allows(kName, {})) {
-    return std::nullopt;
-  }
+  if (!forced.allows(kName, {})) return std::nullopt;
   Stream plan;
   plan.width = width_of(problem);
   plan.threads = kBackwardStreamThreads;
@@ -83,7 +83,11 @@ inline std::optional<Stream> Stream::make(const Problem& problem, const Device& 
   const int64_t parts = problem.rows * chunks * (kBackwardStreamThreads / kWarpThreads);
   plan.totals_offset = round_up(parts * sums, 256);
   plan.workspace_bytes = round_up(plan.totals_offset + problem.rows * sums, 256);
-  lay_out_partials(plan, sets, problem);
+  if (problem.modulated) {
+    lay_out_parts(plan.parts, plan, sets, 2, problem, device);
+  } else {
+    lay_out_partials(plan, sets, problem);
+  }
   return plan;
 }
 }  // namespace backward

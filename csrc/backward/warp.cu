@@ -171,10 +171,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 template <typename T>
 cudaError_t launch_groups(const BackwardParams& params, const backward::Warp& plan,
                           cudaStream_t stream) {
-  using N = NormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>;
-  return launch(layer_norm_backward_group_warp_kernel<N>, plan, stream, log2_of(plan.lanes),
-                plan.parts.partials.count, plan.parts.partials.offset, plan.chain_rows,
-                plan.second_sums_offset, params);
+  if constexpr (kIsFloat64<T>) {
+    return cudaErrorInvalidValue;
+  } else {
+    using N = NormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>;
+    return launch(layer_norm_backward_group_warp_kernel<N>, plan, stream, log2_of(plan.lanes),
+                  plan.parts.partials.count, plan.parts.partials.offset, plan.chain_rows,
+                  plan.second_sums_offset, params);
+  }
 }
 
 }  // namespace
@@ -183,9 +187,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
                                        const backward::Warp& plan, cudaStream_t stream) {
   const cudaError_t error = dispatch_types(types, [&](auto t) {
     using T = decltype(t);
-    if constexpr (!kIsFloat64<T>) {
-      if (params.is_modulated) return launch_groups<T>(params, plan, stream);
-    }
+    if (params.is_modulated) return launch_groups<T>(params, plan, stream);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       const auto start = [&](auto norm) -> cudaError_t {
         using N = decltype(norm);

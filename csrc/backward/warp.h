@@ -90,7 +90,7 @@ inline bool has_warp_kernel_for_groups(const Problem& problem, const Device& dev
                                        const Forced& forced) {
   const bool is_short =
       problem.cols <= tuning_of(device).group_warp_vectors * vector_width(size_of(problem.x));
-  return problem.aligned && !is_float64(problem) && !problem.gated &&
+  return problem.aligned && problem.x != DataType::kFloat64 && !problem.gated &&
          (is_short || forced.strategy == Warp::kName);
 }
 
@@ -114,7 +114,7 @@ inline void lay_out_second_sums(Warp& plan, const Problem& problem, const Device
 
 inline std::optional<Warp> Warp::make(const Problem& problem, const Device& device,
                                       const Forced& forced) {
-  if (is_fused_float64(problem) || !forced.allows(kName, {Field::kVecs})) return std::nullopt;
+  if (!forced.allows(kName, {Field::kVecs})) return std::nullopt;
   const bool takes_groups =
       !is_of_rows(problem) && has_warp_kernel_for_groups(problem, device, forced);
   if (problem.modulated && !takes_groups) return std::nullopt;

@@ -186,4 +186,24 @@ struct BackwardParams {
   bool dgate_is_wide = false;
 };
 
+// Backward of the gated sum residual + gate * input, from the gradient of its result.
+struct GateParams {
+  const void* dsum = nullptr;  // of the residual's type
+  const void* input = nullptr;
+  const void* gate = nullptr;
+  RowMap dsum_rows;
+  RowMap input_rows;
+  RowMap gate_rows;
+
+  void* dinput = nullptr;  // optional
+  void* dgate = nullptr;   // optional, [groups][cols], as dshift
+  bool dgate_is_wide = false;
+
+  int64_t rows = 0;
+  int32_t cols = 0;
+  int64_t group_rows = 0;
+
+  void* workspace = nullptr;
+};
+
 }  // namespace fused_layernorm

@@ -30,7 +30,7 @@ struct PartialSums {
 // part among the partial sums, so that the parts of a group follow each other.
 struct GroupParts {
   PartialSums partials{0, 0, false};  // [dscale, dshift, dgate][parts][cols], of the arithmetic's
-                                      // type; without a gate the first two
+                                      // type; without a gate the first two, for a gate alone dgate
   int64_t sums_offset = 0;            // of [dscale, dshift][groups][cols], for dweight and dbias
   int sets = 0;  // blocks, or sets of blocks that share rows, over which rows are spread
 
@@ -73,11 +73,13 @@ inline void lay_out_parts(GroupParts& parts, Launch& launch, int64_t sets, int s
 }  // namespace backward
 
 // Each adds up what lies in the workspace, if there is anything: partial dweight and dbias; the
-// partial sums of groups of rows.
+// partial sums of groups of rows; those of a gate alone.
 cudaError_t launch_param_grad(const BackwardParams&, const DataTypes&, const backward::PartialSums&,
                               cudaStream_t);
 cudaError_t launch_modulation_grad(const BackwardParams&, const DataTypes&,
                                    const backward::GroupParts&, cudaStream_t);
+cudaError_t launch_gate_grad(const GateParams&, const DataTypes&, const backward::GroupParts&,
+                             cudaStream_t);
 
 // Adds up the partial sums of a plan that may have parts of groups, as add_sums describes them.
 template <typename Plan>

@@ -39,17 +39,6 @@ struct Problem {
   bool gated = false;               // x was a gated sum, whose gradients are asked for too
 };
 
-// Whether nothing is fused.
-constexpr bool is_bare(const Problem& problem) {
-  return !problem.residual && !problem.modulated && !problem.has_epilogue;
-}
-// float64, which is used for its digits, has kernels of bare norms alone: a logical warp or a block
-// per row and, for longer rows, stream. Other strategies have none.
-constexpr bool is_float64(const Problem& problem) { return problem.x == DataType::kFloat64; }
-constexpr bool is_fused_float64(const Problem& problem) {
-  return is_float64(problem) && !is_bare(problem);
-}
-
 // What every launch needs.
 struct Launch {
   int64_t blocks = 1;

@@ -56,11 +56,11 @@ constexpr bool has_kernels(DataType x, DataType weight, DataType y) {
   return false;
 }
 
-// Whether modulated norms have forward kernels that keep a row of these types on the chip: for
-// unaligned rows (`shifted`) only if all types are the same. All others are streamed, because each
-// kernel takes some 20 KB of the binary.
+// Whether modulated norms have forward kernels that keep a row of these types on the chip: not for
+// float64, and for unaligned rows (`shifted`) only if all types are the same. All others are
+// streamed, because each kernel takes some 20 KB of the binary.
 constexpr bool has_modulated_forward(DataType x, DataType weight, DataType y, bool shifted) {
-  return !shifted || (x == weight && x == y);
+  return x != DataType::kFloat64 && (!shifted || (x == weight && x == y));
 }
 
 // The size of the type that sums are taken in: float32, or float64 for float64.

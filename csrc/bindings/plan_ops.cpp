@@ -75,11 +75,13 @@ std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool bac
   problem.modulated = group_rows > 0;
   problem.group_rows = group_rows;
   const Device device = checked_device(capability, sms, shared_memory, l2_bytes);
-  problem.gated = backward && gated;
-  const auto text = [](const auto& plan) { return plan ? describe(*plan) : "null"; };
-  if (!backward) return text(make_forward_plan(problem, device));
-  return text(problem.gated ? make_gated_plan(problem, device)
-                            : make_backward_plan(problem, device));
+  if (!backward) return describe(make_forward_plan(problem, device));
+  if (gated) {
+    problem.gated = true;
+    const auto plan = make_gated_plan(problem, device);
+    return plan ? describe(*plan) : "null";
+  }
+  return describe(make_backward_plan(problem, device));
 }
 
 // y (dy in backward) is of x's type unless its type is given.

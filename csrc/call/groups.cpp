@@ -58,9 +58,7 @@ bool prepare_call(const NormCall& call, const RawTensor& x, const RawTensor& y,
     if (!have_one_shape(*each, x) || !have_one_order(*each, x)) return false;
   }
   into.types = group_types(x.type, y.type);
-  if (into.types.y != y.type || !groups_have_kernels(x.type, y.type) || !has_kernels(into.types)) {
-    return false;
-  }
+  if (into.types.y != y.type || !has_kernels(into.types)) return false;
 
   params.x = x.data;
   params.samples = x.sizes[0];

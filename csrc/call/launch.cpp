@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "backward/gate.h"
 #include "base/json.h"
 #include "call/prepare.h"
 #include "call/room.h"
@@ -12,6 +13,10 @@ namespace fused_layernorm {
 namespace {
 
 // Passes a plan to the launch function of its strategy.
+cudaError_t enqueue(const GateParams& params, const DataTypes& types, const backward::Gate& plan,
+                    cudaStream_t stream) {
+  return launch_gate_backward(params, types, plan, stream);
+}
 template <typename Params, typename Strategy>
 cudaError_t enqueue(const Params& params, const DataTypes& types, const Strategy& plan,
                     cudaStream_t stream) {
@@ -50,8 +55,10 @@ void describe_call(std::ostream& message, const GatedParams& p) {
 }
 template <typename Params>
 void describe_call(std::ostream& message, const Params& params) {
-  message << (std::is_same_v<Params, ForwardParams> ? "forward" : "backward") << " for "
-          << params.rows << " rows of " << params.cols << " columns";
+  message << (std::is_same_v<Params, ForwardParams>    ? "forward"
+              : std::is_same_v<Params, BackwardParams> ? "backward"
+                                                       : "gate_backward")
+          << " for " << params.rows << " rows of " << params.cols << " columns";
 }
 
 // Throws unless the launch of a plan succeeded; the message says which plan, for what and which
@@ -134,6 +141,7 @@ int64_t Prepared<Params, Plans...>::workspace_bytes() const {
 }
 template int64_t PreparedForward::workspace_bytes() const;
 template int64_t PreparedBackward::workspace_bytes() const;
+template int64_t PreparedGate::workspace_bytes() const;
 
 void launch(PreparedForward& prepared, const ForwardCall& call, void* workspace,
             cudaStream_t stream) {
@@ -167,6 +175,7 @@ void launch(PreparedBackward& prepared, const BackwardCall& call, void* workspac
     gated->params.y = const_cast<void*>(call.dx.data);
     gated->params.dgate = call.dgate;
     gated->params.dweight = call.dweight;
+    gated->params.dbias = call.dbias;
   }
   BackwardParams& params = prepared.params;
   params.dx = const_cast<void*>(call.dx.data);
@@ -179,6 +188,10 @@ void launch(PreparedBackward& prepared, const BackwardCall& call, void* workspac
   params.dshift_is_wide = call.dshift_is_wide;
   params.dscale_is_wide = call.dscale_is_wide;
   params.dgate_is_wide = call.dgate_is_wide;
+  launch_prepared(prepared, workspace, stream);
+}
+
+void launch(PreparedGate& prepared, void* workspace, cudaStream_t stream) {
   launch_prepared(prepared, workspace, stream);
 }
 

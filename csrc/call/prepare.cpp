@@ -114,13 +114,10 @@ bool begin_at_halves(const ForwardParams& p, const DataTypes& types) {
 bool stays_in_l2(const Launch&) { return false; }
 bool stays_in_l2(const forward::InRegisters& plan) { return plan.stays_in_l2; }
 
-// The plan of rows that kernels find by a RowMap, if there is one.
+// The plan of rows that kernels find by a RowMap.
 template <typename Plan, typename Make>
-std::optional<Planned<Plan>> planned_by(const Make& make, const Problem& problem,
-                                        const Device& device) {
-  const std::optional<Plan> plan = make(problem, device);
-  if (!plan) return std::nullopt;
-  Planned<Plan> planned{*plan, std::nullopt};
+Planned<Plan> planned_by(const Make& make, const Problem& problem, const Device& device) {
+  Planned<Plan> planned{make(problem, device), std::nullopt};
   const bool meets =
       std::visit([](const auto& strategy) { return strategy.meets(); }, planned.plan);
   if (meets && forced_now().words.empty()) {
@@ -213,11 +210,10 @@ bool prepare(const ForwardCall& call, const Device& device, PreparedForward& int
     problem.aligned = aligned;
     problem.halves = !aligned && begin_at_halves(params, into.types);
     problem.residual = static_cast<bool>(call.residual);
-    const auto planned = planned_by<forward::Plan>(make_forward_plan, problem, device);
-    if (!planned) return false;
+    auto planned = planned_by<forward::Plan>(make_forward_plan, problem, device);
     params.stays_in_l2 =
-        std::visit([](const auto& strategy) { return stays_in_l2(strategy); }, planned->plan);
-    into.plan = *planned;
+        std::visit([](const auto& strategy) { return stays_in_l2(strategy); }, planned.plan);
+    into.plan = std::move(planned);
     return true;
   }
   if (call.residual || params.is_modulated) return false;
@@ -296,9 +292,7 @@ bool prepare(const BackwardCall& call, const Device& device, PreparedBackward& i
       if (!gated) return false;
       into.plan = Planned<backward::Plan>{*gated, std::nullopt};
     } else {
-      const auto planned = planned_by<backward::Plan>(make_backward_plan, problem, device);
-      if (!planned) return false;
-      into.plan = *planned;
+      into.plan = planned_by<backward::Plan>(make_backward_plan, problem, device);
     }
     return true;
   }

@@ -50,6 +50,8 @@ using PreparedForward = Prepared<ForwardParams, Planned<forward::Plan>, forward:
                                  PreparedGroups, PreparedGated>;
 using PreparedBackward = Prepared<BackwardParams, Planned<backward::Plan>, backward::Channels,
                                   PreparedGroups, PreparedGated>;
+// The gradients of the gated sum residual + gate * input, by themselves.
+using PreparedGate = Prepared<GateParams, backward::Gate>;
 
 // False for a call that kernels do not take as it is: because tensors do not lie where kernels read
 // or write them, a type has to be converted, or one launch does not suffice; or because it is not
@@ -70,5 +72,6 @@ void launch(PreparedForward& prepared, const ForwardCall& call, void* workspace,
             cudaStream_t stream);
 void launch(PreparedBackward& prepared, const BackwardCall& call, void* workspace,
             cudaStream_t stream);
+void launch(PreparedGate& prepared, void* workspace, cudaStream_t stream);
 
 }  // namespace fused_layernorm

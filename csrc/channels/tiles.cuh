@@ -353,7 +353,7 @@ struct Transposed {
 template <typename Launcher>
 cudaError_t dispatch_channels(const DataTypes& types, bool has_epilogue, const Tiles& tiles,
                               const Launcher& launch) {
-  return dispatch_types_but_float64(types, [&](auto t) {
+  return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     constexpr int kMost = kVectorWidth<T>;
     if constexpr (kIsNarrowed<T>) {

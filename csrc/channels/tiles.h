@@ -44,7 +44,7 @@ constexpr int sm_threads(int registers) {
 inline bool serves_channels(const Problem& problem, const ChannelMap& map, int width,
                             bool channels_last, bool backward) {
   return forced_now().strategy.empty() && !problem.residual && !problem.modulated &&
-         !is_float64(problem) && !is_narrowed(problem.x, problem.y) &&
+         !is_narrowed(problem.x, problem.y) &&
          !favors_copies(problem, map.pixels, width, channels_last, backward);
 }
 

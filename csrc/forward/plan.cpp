@@ -4,11 +4,10 @@
 
 namespace fused_layernorm {
 
-std::optional<forward::Plan> make_forward_plan(const Problem& problem, const Device& device) {
+forward::Plan make_forward_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
-  const auto plan = first_plan<forward::Plan>(problem, device, forced);
-  if (!plan && !forced.words.empty()) refuse(forced, problem, false);
-  return plan;
+  if (const auto plan = first_plan<forward::Plan>(problem, device, forced)) return *plan;
+  refuse(forced, problem, false);
 }
 
 }  // namespace fused_layernorm

@@ -11,7 +11,6 @@
 // summed as such.)
 #pragma once
 
-#include <optional>
 #include <variant>
 
 #include "forward/block.h"
@@ -29,8 +28,8 @@ using Plan = std::variant<Warp, Block, Ring, Stream>;
 }  // namespace forward
 
 // The plan of a problem of at least one row and one column, of types that have kernels
-// (has_kernels), with `aligned` only where the columns allow it; nothing if no kernel takes it.
-// Throws std::invalid_argument, with a message of one sentence, if the forced parts cannot run it.
-std::optional<forward::Plan> make_forward_plan(const Problem& problem, const Device& device);
+// (has_kernels), with `aligned` only where the columns allow it. Throws std::invalid_argument, with
+// a message of one sentence, if the forced parts cannot run the problem.
+forward::Plan make_forward_plan(const Problem& problem, const Device& device);
 
 }  // namespace fused_layernorm

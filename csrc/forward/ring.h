@@ -129,8 +129,8 @@ inline std::optional<forward::Ring> forward::Ring::make(const Problem& problem,
                                                         const Device& device,
                                                         const Forced& forced) {
   const bool allowed = forced.allows(kName, {Field::kBlocksPerRow, Field::kLong}) &&
-                       device.capability >= 90 && problem.aligned && !is_float64(problem) &&
-                       !problem.residual && !problem.modulated;
+                       device.capability >= 90 && problem.aligned &&
+                       problem.x != DataType::kFloat64 && !problem.residual && !problem.modulated;
   if (!allowed) return std::nullopt;
   const ForwardTuning& tuning = forward::tuning_of(device);
   const int most = most_blocks_per_row(device);

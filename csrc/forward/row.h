@@ -23,9 +23,9 @@ inline const char* name_of(Moves moves) {
   return moves == Moves::kVectors ? "vectors" : moves == Moves::kHalves ? "halves" : "shifted";
 }
 
-// Whether rows of these types may be moved by halves. Of float64 a half is one element.
+// Whether rows of these types may be moved by halves.
 constexpr bool has_halves(DataType x, DataType weight, DataType y) {
-  return x == DataType::kFloat64 || (size_of(x) == 2 && is_one_type(x, weight, y));
+  return size_of(x) == 2 && is_one_type(x, weight, y);
 }
 
 namespace forward {
@@ -52,20 +52,24 @@ inline int64_t vectors_of(const Problem& problem) {
   return ceil_div(problem.cols, vector_width_of(problem));
 }
 
-// Rows of half precision with nothing fused have kernels that move halves of vectors (8 x 356
-// bfloat16 on an H100: shifted 2.47 us, by halves 1.71). Any row of float64 begins at a half.
-inline Moves moves_of(const Problem& problem) {
-  if (problem.aligned) return Moves::kVectors;
-  const bool halves = (problem.halves || is_float64(problem)) && is_bare(problem) &&
-                      has_halves(problem.x, problem.weight, problem.y);
-  return halves ? Moves::kHalves : Moves::kShifted;
-}
-
 // Whether there are kernels that keep the problem's rows on the chip.
 inline bool has_kernels_on_chip(const Problem& problem) {
-  if (is_float64(problem)) return is_bare(problem);
   return !problem.modulated ||
          has_modulated_forward(problem.x, problem.weight, problem.y, !problem.aligned);
+}
+
+// Whether nothing is fused.
+inline bool is_bare(const Problem& problem) {
+  return !problem.residual && !problem.modulated && !problem.has_epilogue;
+}
+
+// Rows of half precision with nothing fused have kernels that move halves of vectors (8 x 356
+// bfloat16 on an H100: shifted 2.47 us, by halves 1.71).
+inline Moves moves_of(const Problem& problem) {
+  if (problem.aligned) return Moves::kVectors;
+  const bool halves =
+      problem.halves && is_bare(problem) && has_halves(problem.x, problem.weight, problem.y);
+  return halves ? Moves::kHalves : Moves::kShifted;
 }
 }  // namespace forward
 }  // namespace fused_layernorm

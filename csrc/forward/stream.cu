@@ -131,8 +131,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       // The moments do not depend on the epilogue, nor on shift and scale.
-      using Sums =
-          std::conditional_t<kIsFloat64<T>, BareForward<T>, NormOf<T, MayAddGated, Identity>>;
+      using Sums = NormOf<T, MayAddGated, Identity>;
       cudaError_t error = launch(layer_norm_forward_stream_sums_kernel<Sums, width()>, plan, stream,
                                  plan.chunks, params);
       if (error != cudaSuccess) return error;
@@ -156,12 +155,8 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
         return launch(layer_norm_forward_stream_kernel<decltype(norm), width()>, finish, stream,
                       chunks, plan.totals_offset, stored);
       };
-      if constexpr (kIsFloat64<T>) {
-        return start(BareForward<T>{});
-      } else {
-        return params.is_modulated ? start(ModulatedForward<T, Plain>{})
-                                   : start(NormOf<T, Plain, MayActivate>{});
-      }
+      return params.is_modulated ? start(ModulatedForward<T, Plain>{})
+                                 : start(NormOf<T, Plain, MayActivate>{});
     });
   });
 }

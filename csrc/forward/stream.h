@@ -40,7 +40,7 @@ namespace forward {
 
 inline std::optional<Stream> Stream::make(const Problem& problem, const Device&,
                                           const Forced& forced) {
-  if (is_fused_float64(problem) || !forced.allows(kName, {})) return std::nullopt;
+  if (!forced.allows(kName, {})) return std::nullopt;
   Stream plan;
   plan.width = problem.aligned ? vector_width_of(problem) : 1;
   const int cols = forward_stream_cols(plan.width);

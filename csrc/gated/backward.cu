@@ -3,12 +3,13 @@
 // for weight + weight_offset:
 //
 //   norm first  dz = dy a, g = dz w, dx = rstd (g - xhat mean(g xhat)),
-//               dgate = dy xhat w a'
+//               dgate = dy (xhat w + bias) a'
 //   gate first  u = x a in x's place, dz = dy, g = dz w, du = rstd (g - xhat mean(g xhat)),
 //               dx = du a, dgate = du x a'
 //
-// dweight is the sum of dz xhat. Blocks are persistent and leave partial sums in the workspace,
-// [sets][columns], which a second kernel adds up; a block that has all rows writes dweight itself.
+// dweight is the sum of dz xhat, dbias that of dz. Blocks are persistent and leave partial sums in
+// the workspace, [dweight, dbias][sets][columns], which a second kernel adds up; a block that has
+// all rows writes dweight itself.
 #include "device/async.cuh"
 #include "device/pdl.cuh"
 #include "gated/row.cuh"
@@ -16,6 +17,12 @@
 
 namespace fused_layernorm {
 namespace {
+
+// The partial sums of a block's columns.
+template <typename Acc>
+__device__ __forceinline__ Acc* partial_of(const GatedParams& p, const GatedBlock& block) {
+  return static_cast<Acc*>(p.workspace) + dense_at(p, block.set, block.first_col(p));
+}
 
 // Adds up what the logical warps of a block have at each column, in a fixed order, and calls
 // write(column, sum).
@@ -211,9 +218,7 @@ __global__ void __launch_bounds__(kGatedBackwardBlockThreads,
   }
 
   if (p.dweight == nullptr) return;
-  // The partial sums of a block's columns.
-  float* const partial =
-      static_cast<float*>(p.workspace) + dense_at(p, block.set, block.first_col(p));
+  float* const partial = partial_of<float>(p, block);
   if (!team.is_block) {
     write_sum_of_teams(dweight, share, team, p.cols, [&](int col, float sum) {
       if (kVecs > 1 || block.sets > 1) {
@@ -231,17 +236,85 @@ __global__ void __launch_bounds__(kGatedBackwardBlockThreads,
   }
 }
 
+// A block adds to partial sums of its own in memory, always the same thread to the same columns.
+template <typename X, bool kGateFirst>
+__global__ void __launch_bounds__(kLoopThreads) gated_backward_loop_kernel(const GatedParams p) {
+  using Acc = acc_t<X>;
+  __shared__ alignas(16) Acc scratch[2][kMaxWarps];
+  const GatedBlock block(p);
+  const int first_col = block.first_col(p);
+  const Acc inverse_cols = p.inverse_cols.as<Acc>();
+  Acc* const dweight = partial_of<Acc>(p, block);
+  Acc* const dbias = dweight + dense_at(p, block.sets, 0);
+  const bool sums_weight = p.dweight != nullptr || p.dbias != nullptr;
+  const auto each_column = [&](const auto& use) {
+    for (unsigned col = threadIdx.x; col < static_cast<unsigned>(p.cols); col += blockDim.x) {
+      use(static_cast<int>(col));
+    }
+  };
+  each_column([&](int col) {
+    if (sums_weight) dweight[col] = 0;
+    if (p.dbias != nullptr) dbias[col] = 0;
+  });
+  const unsigned rows = p.rows;
+  int turn = 0;
+  for (unsigned row = block.set; row < rows; row += block.sets, turn ^= 1) {
+    const X* x_row = static_cast<const X*>(p.x) + (p.x_rows(row) + first_col);
+    const X* gate_row = static_cast<const X*>(p.gate) + (p.gate_rows(row) + first_col);
+    const X* dy_row = static_cast<const X*>(p.dy) + (p.dy_rows(row) + first_col);
+    const Acc rstd = static_cast<const Acc*>(p.rstd)[int64_t{row} * p.groups + block.group];
+    // Calls use(col, x, gating, xhat, dy, dz, weight).
+    const auto each = [&](const auto& use) {
+      each_column([&](int col) {
+        const Acc x = to_acc(x_row[col]), dy = to_acc(dy_row[col]);
+        const Gating<X, Acc> gating(to_acc(gate_row[col]), p.silu);
+        Acc weight[1];
+        load_weight<X>(weight, p, first_col + col);
+        const Acc xhat = (kGateFirst ? x * gating.value : x) * rstd;
+        use(col, x, gating, xhat, dy, kGateFirst ? dy : dy * gating.value, weight[0]);
+      });
+    };
+    Acc sum = 0;
+    each([&](int col, Acc, const auto&, Acc xhat, Acc, Acc dz, Acc weight) {
+      sum += rounded_product(dz, weight) * xhat;
+      if (sums_weight) dweight[col] += dz * xhat;
+      if (p.dbias != nullptr) dbias[col] += dz;
+    });
+    const Acc mean = team_sum(sum, BlockTeam(), scratch[turn]) * inverse_cols;
+    const int64_t at = dense_at(p, row, first_col);
+    each([&](int col, Acc x, const auto& gating, Acc xhat, Acc dy, Acc dz, Acc weight) {
+      const Acc du = rstd * (rounded_product(dz, weight) - xhat * mean);
+      const Acc dx = kGateFirst ? du * gating.value : du;
+      if (p.y != nullptr) static_cast<X*>(p.y)[at + col] = from_acc<X>(dx);
+      if (p.dgate == nullptr) return;
+      Acc dgate = du * x;
+      if constexpr (!kGateFirst) {
+        Acc bias[1];
+        load_gated<X>(bias, p.bias, first_col + col, p.weight_is_float, Acc(0));
+        dgate = dy * (xhat * weight + bias[0]);
+      }
+      static_cast<X*>(p.dgate)[at + col] = from_acc<X>(dgate * gating.slope);
+    });
+  }
+}
+
 }  // namespace
 
 cudaError_t launch_gated_backward(const GatedParams& params, DataType x, const GatedPlan& plan,
                                   cudaStream_t stream) {
-  const cudaError_t error = dispatch_gated(params, x, plan, [&](auto type, auto first, auto vecs) {
-    return launch(gated_backward_kernel<decltype(type), vecs(), first()>, plan, stream,
-                  plan.log2_lanes, plan.stages, params);
-  });
+  const cudaError_t error = dispatch_gated(
+      params, x, plan,
+      [&](auto type, auto first, auto vecs) {
+        return launch(gated_backward_kernel<decltype(type), vecs(), first()>, plan, stream,
+                      plan.log2_lanes, plan.stages, params);
+      },
+      [&](auto type, auto first) {
+        return launch(gated_backward_loop_kernel<decltype(type), first()>, plan, stream, params);
+      });
   if (error != cudaSuccess) return error;
   BackwardParams sums;
   sums.dweight = params.dweight;
+  sums.dbias = params.dbias;
   sums.cols = params.groups * params.cols;
   sums.workspace = params.workspace;
   const DataType weight = params.weight_is_float ? DataType::kFloat32 : x;

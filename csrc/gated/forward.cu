@@ -198,14 +198,53 @@ __global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : k
   }
 }
 
+template <typename X, bool kGateFirst>
+__global__ void __launch_bounds__(kLoopThreads) gated_forward_loop_kernel(const GatedParams p) {
+  using Acc = acc_t<X>;
+  __shared__ alignas(16) Acc scratch[kMaxWarps];
+  const GatedBlock block(p);
+  const int first_col = block.first_col(p), row = block.set;
+  const X* x_row = static_cast<const X*>(p.x) + (p.x_rows(row) + first_col);
+  const X* gate_row = static_cast<const X*>(p.gate) + (p.gate_rows(row) + first_col);
+  const auto each = [&](const auto& use) {
+#pragma unroll 4
+    for (unsigned col = threadIdx.x; col < static_cast<unsigned>(p.cols); col += blockDim.x) {
+      const auto gate = load<Use::kReadOnly, 1>(gate_row + col);
+      Acc value[1];
+      normalized_of<kGateFirst>(p, value, load<Use::kReadOnly, 1>(x_row + col), gate);
+      use(static_cast<int>(col), value, gate);
+    }
+  };
+  Acc squares = 0;
+  each([&](int, const Acc(&value)[1], const auto&) { squares += value[0] * value[0]; });
+  const Acc rstd = rstd_of(p, team_sum(squares, BlockTeam(), scratch));
+  if (threadIdx.x == 0 && p.rstd != nullptr) {
+    static_cast<Acc*>(p.rstd)[int64_t{row} * p.groups + block.group] = rstd;
+  }
+  const int64_t at = dense_at(p, row, first_col);
+  each([&](int col, Acc(&value)[1], const auto& gate) {
+    Acc weight[1];
+    load_weight<X>(weight, p, first_col + col);
+    value[0] *= rstd;
+    apply_affine<X>(p, value, weight, first_col + col);
+    if constexpr (!kGateFirst) apply_gate(p, value, gate);
+    store_y<X>(p, at + col, value, EvictFirst{});
+  });
+}
+
 }  // namespace
 
 cudaError_t launch_gated_forward(const GatedParams& params, DataType x, const GatedPlan& plan,
                                  cudaStream_t stream) {
-  return dispatch_gated(params, x, plan, [&](auto type, auto first, auto vecs) {
-    return launch(gated_forward_kernel<decltype(type), vecs(), first()>, plan, stream,
-                  plan.log2_lanes, plan.stays_in_l2, params);
-  });
+  return dispatch_gated(
+      params, x, plan,
+      [&](auto type, auto first, auto vecs) {
+        return launch(gated_forward_kernel<decltype(type), vecs(), first()>, plan, stream,
+                      plan.log2_lanes, plan.stays_in_l2, params);
+      },
+      [&](auto type, auto first) {
+        return launch(gated_forward_loop_kernel<decltype(type), first()>, plan, stream, params);
+      });
 }
 
 }  // namespace fused_layernorm

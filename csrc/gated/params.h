@@ -48,6 +48,7 @@ struct GatedParams {
   RowMap dy_rows;
   void* dgate = nullptr;  // optional, as all gradients
   void* dweight = nullptr;
+  void* dbias = nullptr;
   void* workspace = nullptr;
 };
 

@@ -136,20 +136,25 @@ struct WeightVector {
   }
 };
 
-// Calls then(X{}, gate_first, vecs), as the plan says.
-template <typename Then>
+// Calls held(X{}, gate_first, vecs) or looped(X{}, gate_first), as the plan says.
+template <typename Held, typename Looped>
 cudaError_t dispatch_gated(const GatedParams& params, DataType x, const GatedPlan& plan,
-                           const Then& then) {
+                           const Held& held, const Looped& looped) {
   const auto with_type = [&](auto type) {
     return dispatch_bool(params.gate_first, [&](auto first) {
-      return dispatch_vecs(GatedVecs{}, plan.vecs,
-                           [&](auto vecs) { return then(type, first, vecs); });
+      if (!plan.held) return looped(type, first);
+      if constexpr (sizeof(type) <= sizeof(float)) {
+        return dispatch_vecs(GatedVecs{}, plan.vecs,
+                             [&](auto vecs) { return held(type, first, vecs); });
+      }
+      return cudaErrorInvalidValue;
     });
   };
   if (x == DataType::kFloat32) return with_type(float{});
   if (x == DataType::kBFloat16) return with_type(__nv_bfloat16{});
 #ifndef FUSED_LAYERNORM_TRIMMED
   if (x == DataType::kFloat16) return with_type(__half{});
+  if (x == DataType::kFloat64) return with_type(double{});
 #endif
   return cudaErrorInvalidValue;
 }

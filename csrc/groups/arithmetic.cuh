@@ -104,12 +104,12 @@ template <Compiled kActivation>
 using CompiledFor = std::integral_constant<Compiled, kActivation>;
 
 // How many loops a kernel has that uses with_activation: four; three, without one for LeakyReLU,
-// where vectors are of two channels; one where single elements are moved. More made the library 2%
-// larger.
-template <int kWidth, int kUnits = 1>
-constexpr int kActivationLoops = kWidth == 1  ? 1
-                                 : kUnits > 1 ? 3
-                                              : 4;
+// where vectors are of two channels; one where single elements are moved, and for float64, which is
+// used for its digits, not its speed. More made the library 2% larger.
+template <typename X, int kWidth, int kUnits = 1>
+constexpr int kActivationLoops = std::is_same_v<X, double> || kWidth == 1 ? 1
+                                 : kUnits > 1                             ? 3
+                                                                          : 4;
 // Calls body(CompiledFor<...>) for the launch's activation.
 template <int kLoops, typename Body>
 __device__ __forceinline__ void with_activation(const GroupParams& p, const Body& body) {

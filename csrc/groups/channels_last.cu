@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kLastThreads)
   table.take(factor, 1, thread);
   table.take(offset, 2, thread);
   Y* y = static_cast<Y*>(p.y) + thread.begin;
-  with_activation<kActivationLoops<kWidth>>(p, [&](auto activation) {
+  with_activation<kActivationLoops<X, kWidth>>(p, [&](auto activation) {
     each_position<kLastVecs>(
         thread,
         [&](const auto& vector) {

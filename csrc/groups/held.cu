@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kHeldThreads)
   const Acc rstd = MeanAndVariance::rstd(found.second, p.inverse_count.as<Acc>(), p.eps.as<Acc>());
   if (threadIdx.x == 0 && own.first == 0) store_group(p, own.group, Pair<Acc>{mean, rstd});
   Y* const y = static_cast<Y*>(p.y) + own.begin;
-  with_activation<kActivationLoops<kWidth, kUnits>>(p, [&](auto activation) {
+  with_activation<kActivationLoops<X, kWidth, kUnits>>(p, [&](auto activation) {
 #pragma unroll 2
     for (int v = threadIdx.x; v < own.vectors; v += blockDim.x) {
       Acc values[kWidth];
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kHeldThreads)
   __syncthreads();
   // Calls body(vector, its channels, their slopes, gradients) for all vectors of this thread.
   const auto each = [&](const auto& body) {
-    with_activation<kActivationLoops<kWidth, kUnits>>(p, [&](auto activation) {
+    with_activation<kActivationLoops<X, kWidth, kUnits>>(p, [&](auto activation) {
 #pragma unroll 2
       for (int v = threadIdx.x; v < own.vectors; v += blockDim.x) {
         const VectorChannels<kWidth, kUnits> channels(v, own, plan);

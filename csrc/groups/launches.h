@@ -36,7 +36,7 @@ GroupLaunch launch_held_groups, launch_split_groups, launch_group_param_grad;
 // half vectors, too, where x and y are of one type of half precision (plan.cpp's group_width).
 template <GroupLayout kLayout = GroupLayout::kPlanes, typename Then>
 cudaError_t dispatch_group_types(const GroupTypes& types, int width, const Then& then) {
-  return dispatch_types_but_float64({types.x, types.y, types.y}, [&](auto t) -> cudaError_t {
+  return dispatch_types({types.x, types.y, types.y}, [&](auto t) -> cudaError_t {
     using T = decltype(t);
     using X = typename T::X;
     using Y = typename T::Y;

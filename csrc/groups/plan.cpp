@@ -57,8 +57,8 @@ bool split_planes(GroupPlan& plan, const GroupProblem& problem, const Device& de
   const int size = size_of(problem.x);
   const int64_t channels = problem.channels_of_group();
   const bool backward = problem.backward;
-  if (device.capability < 90 || !device.blocks_meet || plan.width < vector_width(size) ||
-      plan.channel_units < kWarpThreads / 2 ||
+  if (device.capability < 90 || !device.blocks_meet || problem.x == DataType::kFloat64 ||
+      plan.width < vector_width(size) || plan.channel_units < kWarpThreads / 2 ||
       (backward && channels * problem.positions < groups::kSplitBackwardElements)) {
     return false;
   }

@@ -39,7 +39,7 @@ struct GroupProblem {
 
 // Whether there are kernels for these types, of x, and of y or dy.
 constexpr bool groups_have_kernels(DataType x, DataType y) {
-  return x != DataType::kFloat64 && (y == x || (is_half(x) && y == DataType::kFloat32));
+  return y == x || (is_half(x) && y == DataType::kFloat32);
 }
 
 // Division of a number below 2^31 by one that a launch has (Granlund and Montgomery, 1994).

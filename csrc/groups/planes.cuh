@@ -131,7 +131,7 @@ __device__ __forceinline__ void each_gradient(const GroupPlan& plan, const Group
                                               const Vec<Y, kWidth> (&dy)[kVecs],
                                               const ChannelMap<Acc>* maps, Pair<Acc> statistics,
                                               const Use_& use) {
-  with_activation<kActivationLoops<kWidth>>(p, [&](auto activation) {
+  with_activation<kActivationLoops<X, kWidth>>(p, [&](auto activation) {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int v = share.vector(k);

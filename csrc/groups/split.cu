@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
         const float factor = applied.map.factor * state.totals[at.kept].y;
         const X* const from = ring + at.slot * kSlot;
         Y* const y = static_cast<Y*>(p.y) + at.group * own.group_elements + segment.begin * kWidth;
-        with_activation<kActivationLoops<kWidth>>(p, [&](auto activation) {
+        with_activation<kActivationLoops<X, kWidth>>(p, [&](auto activation) {
           constexpr Compiled kActivation = decltype(activation)::value;
           each_vector<kActivation == Compiled::kAny ? 1 : kVecs>(
               segment.vectors, own.lane, [&](int v) {
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
                         const ChannelSlope<float>& of, const auto& use) {
     const X* const x = xs + at.slot * kSlot;
     const Y* const dy = dys + at.slot * kSlot;
-    with_activation<kActivationLoops<kWidth>>(p, [&](auto activation) {
+    with_activation<kActivationLoops<X, kWidth>>(p, [&](auto activation) {
       constexpr bool kIsAny = decltype(activation)::value == Compiled::kAny;
       each_vector<kIsAny ? 1 : kVecs>(vectors, own.lane, [&](int v) {
         use(v, GroupGradients<float, kWidth>(p, load<Use::kPlain, kWidth>(x + v * kWidth),
@@ -277,7 +277,8 @@ cudaError_t launch_split_groups(const GroupParams& params, const GroupTypes& typ
   return dispatch_group_types(types, plan.width, [&](auto x, auto y, auto width) -> cudaError_t {
     using X = decltype(x);
     using Y = decltype(y);
-    if constexpr (width() < vector_width(static_cast<int>(sizeof(X)))) {
+    if constexpr (std::is_same_v<X, double> ||
+                  width() < vector_width(static_cast<int>(sizeof(X)))) {
       return cudaErrorInvalidValue;
     } else {
       const auto kernel =

@@ -8,7 +8,7 @@ namespace fused_layernorm {
 namespace {
 
 // A warp has a group.
-template <bool kBackward>
+template <typename Acc, bool kBackward>
 __global__ void __launch_bounds__(kTotalsThreads)
     group_totals_kernel(const __grid_constant__ GroupPlan plan,
                         const __grid_constant__ GroupParams p) {
@@ -16,39 +16,53 @@ __global__ void __launch_bounds__(kTotalsThreads)
   const int64_t group = (int64_t{blockIdx.x} * kTotalsThreads + threadIdx.x) / kWarpSize;
   wait_for_previous_kernel();
   if (group >= p.samples * p.groups) return;
-  const Pair<float> total = kBackward ? means_of_group<float>(plan, p, group)
-                                      : statistics_of_group<float>(plan, p, group);
+  const Pair<Acc> total =
+      kBackward ? means_of_group<Acc>(plan, p, group) : statistics_of_group<Acc>(plan, p, group);
   if (threadIdx.x % kWarpSize != 0) return;
-  pairs_at<float>(p, plan.totals_offset)[group] = total;
+  pairs_at<Acc>(p, plan.totals_offset)[group] = total;
   if (!kBackward) store_group(p, group, total);
 }
 
+template <typename Acc>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
     group_param_grad_kernel(const __grid_constant__ GroupPlan plan,
                             const __grid_constant__ GroupParams p) {
-  __shared__ Pair<float> rows[kMaxWarps * kWarpSize];
+  __shared__ Pair<Acc> rows[kMaxWarps * kWarpSize];
   wait_for_previous_kernel();
   store_param_grads(plan, p, blockIdx.x * kWarpSize, rows);
+}
+
+template <typename Then>
+cudaError_t dispatch_acc(const GroupTypes& types, const Then& then) {
+  return types.x == DataType::kFloat64 ? then(double{}) : then(float{});
 }
 
 }  // namespace
 
 cudaError_t launch_group_totals(const GroupParams& params, const GroupTypes& types,
                                 const GroupPlan& plan, cudaStream_t stream) {
-  Launch groups;
-  groups.threads = kTotalsThreads;
-  groups.blocks = ceil_div(params.samples * params.groups * kWarpSize, kTotalsThreads);
-  const auto kernel = types.backward ? group_totals_kernel<true> : group_totals_kernel<false>;
-  return launch_early(plan.starts_early, kernel, groups, stream, plan, params);
+  return dispatch_acc(types, [&](auto acc) {
+    using Acc = decltype(acc);
+    Launch groups;
+    groups.threads = kTotalsThreads;
+    groups.blocks = ceil_div(params.samples * params.groups * kWarpSize, kTotalsThreads);
+    const auto kernel =
+        types.backward ? group_totals_kernel<Acc, true> : group_totals_kernel<Acc, false>;
+    return launch_early(plan.starts_early, kernel, groups, stream, plan, params);
+  });
 }
 
-cudaError_t launch_group_param_grad(const GroupParams& params, const GroupTypes&,
+cudaError_t launch_group_param_grad(const GroupParams& params, const GroupTypes& types,
                                     const GroupPlan& plan, cudaStream_t stream) {
-  Launch channels;
-  channels.blocks = param_grad_blocks(params);
-  const int64_t parts = params.samples * plan.parts_of_channel;
-  channels.threads = kWarpSize * static_cast<int>(std::min<int64_t>(kMaxWarps, ceil_div(parts, 4)));
-  return launch_early(plan.starts_early, group_param_grad_kernel, channels, stream, plan, params);
+  return dispatch_acc(types, [&](auto acc) {
+    Launch channels;
+    channels.blocks = param_grad_blocks(params);
+    const int64_t parts = params.samples * plan.parts_of_channel;
+    channels.threads =
+        kWarpSize * static_cast<int>(std::min<int64_t>(kMaxWarps, ceil_div(parts, 4)));
+    return launch_early(plan.starts_early, group_param_grad_kernel<decltype(acc)>, channels, stream,
+                        plan, params);
+  });
 }
 
 }  // namespace fused_layernorm

@@ -10,6 +10,9 @@
 // grade, with the multiplication by scale. Except in relu, one of them is EX2, and except in relu
 // and gelu another is RCP; these two run on 16 lanes a clock. The errors stated are those of the
 // approximation; EX2 (2 ulp), RCP (1 ulp) and the roundings of float32 add theirs.
+//
+// The float64 functions are called, not inlined into every kernel: float64 is used for its digits,
+// not its speed, and the code is large.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -24,6 +27,8 @@ namespace fused_layernorm {
 template <typename Y, typename Acc>
 constexpr bool kCoarseFor = sizeof(Y) < sizeof(float) && std::is_same_v<Acc, float>;
 
+constexpr double kRootHalf = 0.70710678118654752440;
+constexpr double kInverseRootTwoPi = 0.39894228040143267794;
 constexpr double kLog2E = 1.44269504088896340736;
 constexpr double kLn2 = 0.69314718055994530942;
 
@@ -76,6 +81,11 @@ __device__ __forceinline__ float twice_gelu(float z) {
   return fmaf(-u, exp2_approx(p), z + fabsf(z));
 }
 
+template <typename Y>
+__device__ __noinline__ double twice_gelu(double z) {
+  return z * erfc(-z * kRootHalf);
+}
+
 // dy * gelu'(z). Instructions: 17.
 //
 // gelu'(-u) = Phi(-u) - u phi(u) = 2^(u (a + b u)) G(u), where G is a polynomial. a and b are
@@ -95,6 +105,11 @@ __device__ __forceinline__ float gelu_gradient(float dy, float z) {
                               -1.66030943e-01f, -2.81837791e-01f, -3.4114489e-01f});
   const float d = fmaf(e * g, u, 0.5f * e);
   return dy * (z < 0.0f ? d : 1.0f - d);
+}
+
+template <typename Y>
+__device__ __noinline__ double gelu_gradient(double dy, double z) {
+  return dy * (0.5 * erfc(-z * kRootHalf) + z * (kInverseRootTwoPi * exp(-0.5 * z * z)));
 }
 
 // The logistic function s(x) = 1 / (1 + exp(-x)), and 1 - s(x), computed without a subtraction.
@@ -131,6 +146,13 @@ __device__ __forceinline__ Logistic<float> logistic(float x) {
     const float e = exp2_approx(w);
     return fine_logistic(fmaf(e, __saturatef(fmaf(w, kMinusLn2, -x)), e));
   }
+}
+
+template <typename Y>
+__device__ __noinline__ Logistic<double> logistic(double x) {
+  const double e = exp(-fabs(x));
+  const double r = 1.0 / (1.0 + e);
+  return x < 0.0 ? Logistic<double>{e * r, r} : Logistic<double>{r, e * r};
 }
 
 // silu(z) = z s(z). Instructions: 6, 11. In the coarse grade the relative error of exp(-z) is at
@@ -175,8 +197,14 @@ __device__ __forceinline__ float gelu_tanh(float z) {
   return z * gelu_tanh_parts<Y>(z).s.value;
 }
 
+template <typename Y>
+__device__ __noinline__ double gelu_tanh(double z) {
+  return z * logistic<Y>(z * (kGeluTanhA + kGeluTanhB * z * z)).value;
+}
+
 // The factor that gelu_tanh_gradient() leaves out. It is multiplied into scale.
-constexpr float kGeluTanhGradientFactor = 2 * kGeluTanhA;
+template <typename Acc>
+constexpr Acc kGeluTanhGradientFactor = std::is_same_v<Acc, float> ? Acc(2 * kGeluTanhA) : Acc(1);
 
 // dy * gelu_tanh'(z) / kGeluTanhGradientFactor. Instructions: 12, 16.
 //
@@ -191,6 +219,13 @@ __device__ __forceinline__ float gelu_tanh_gradient(float dy, float z) {
   return dy * parts.s.value * fmaf(parts.s.complement, slope, kOne);
 }
 
+template <typename Y>
+__device__ __noinline__ double gelu_tanh_gradient(double dy, double z) {
+  const double z2 = z * z;
+  const Logistic<double> s = logistic<Y>(z * (kGeluTanhA + kGeluTanhB * z2));
+  return dy * s.value * (1.0 + s.complement * z * (kGeluTanhA + 3 * kGeluTanhB * z2));
+}
+
 // A NaN stays NaN. Instructions: 2.
 __device__ __forceinline__ float relu(float z) {
 #if __CUDA_ARCH__ >= 800
@@ -201,6 +236,8 @@ __device__ __forceinline__ float relu(float z) {
   return z < 0.0f ? 0.0f : z;
 #endif
 }
+
+__device__ __forceinline__ double relu(double z) { return z < 0.0 ? 0.0 : z; }
 
 // values = activation(values) * scale. The switch stands outside the loop: there is one branch a
 // vector, uniform over the grid. GELU is tested in front of the switch, and the tested value is
@@ -244,7 +281,7 @@ __device__ __forceinline__ void activate_backward(Acc (&dy)[kWidth], const Acc (
     case Activation::kGelu:
       return each(scale, [](Acc g, Acc z) { return gelu_gradient<Y>(g, z); });
     case Activation::kGeluTanh:
-      return each(kGeluTanhGradientFactor * scale,
+      return each(kGeluTanhGradientFactor<Acc> * scale,
                   [](Acc g, Acc z) { return gelu_tanh_gradient<Y>(g, z); });
     case Activation::kSilu:
       return each(scale, [](Acc g, Acc z) { return silu_gradient<Y>(g, z); });

@@ -92,8 +92,8 @@ using BareForward = NormOf<T, Plain, Identity>;
 template <typename T>
 using SharedForward = NormOf<T, MayAdd, MayActivate>;
 
-// A modulated norm has no activation. For shifted rows whose types are not all the same, only the
-// stream strategy has kernels for it.
+// A modulated norm has no activation. In float64, and for shifted rows whose types are not all the
+// same, only the stream strategy has kernels for it.
 template <typename T, typename Prologue, typename Affine = MayBeAffineAndModulate>
 using ModulatedForward = NormOf<T, Prologue, Identity, Affine>;
 
@@ -147,19 +147,14 @@ template <typename T, typename Launcher>
 cudaError_t dispatch_backward_shared(const BackwardParams& p, const Launcher& launch) {
   if (p.is_modulated) return cudaErrorInvalidValue;
   const bool bare = p.dresidual == nullptr && !p.has_epilogue;
-  if (bare) return launch(BareBackward<T>{});
-  if constexpr (kIsFloat64<T>) {
-    return cudaErrorInvalidValue;
-  } else {
-    return launch(SharedBackward<T>{});
-  }
+  return bare ? launch(BareBackward<T>{}) : launch(SharedBackward<T>{});
 }
 
 // Backward of strategies that have a separate kernel for an epilogue alone, if types are common.
 template <typename T, typename Launcher>
 cudaError_t dispatch_backward(const BackwardParams& p, const Launcher& launch) {
   if (p.is_modulated) return cudaErrorInvalidValue;
-  if constexpr (kIsCommon<T> && !kIsFloat64<T>) {
+  if constexpr (kIsCommon<T>) {
     if (p.dresidual == nullptr && p.has_epilogue) {
       return launch(NormOf<T, NoOtherGradient, MayActivate>{});
     }

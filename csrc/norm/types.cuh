@@ -49,10 +49,11 @@ constexpr DataType kTypeOf = std::is_same_v<V, float>    ? DataType::kFloat32
 template <typename T>
 constexpr bool kIsFloat64 = std::is_same_v<typename T::X, double>;
 
-// Whether the types are common: y is of x's type. Nearly all models have common types, so kernels
-// that fuse something have more variants for them (norm.cuh).
+// Whether the types are common: y is of x's type, and not float64. Nearly all models have common
+// types, so kernels that fuse something have more variants for them (norm.cuh). float64 is not
+// common, because nobody trains in it.
 template <typename T>
-constexpr bool kIsCommon = std::is_same_v<typename T::X, typename T::Y>;
+constexpr bool kIsCommon = std::is_same_v<typename T::X, typename T::Y> && !kIsFloat64<T>;
 
 template <typename T>
 constexpr bool kIsNarrowed = is_narrowed(kTypeOf<typename T::X>, kTypeOf<typename T::Y>);

@@ -3,8 +3,6 @@
 // prepares and launches it.
 #include <torch/csrc/stable/ops.h>
 
-#include <array>
-
 #include "bindings/cuda/checks.h"
 #include "bindings/cuda/formula.h"
 #include "bindings/cuda/modulation.h"
@@ -179,8 +177,7 @@ void add_columns(BackwardResult& result, const BackwardArguments& a) {
   result.dbias = found.dbias;
 }
 
-// A gated sum whose gradients no launch computes together with those of the norm: the operator
-// gate_backward, which has no kernel, follows.
+// A gated sum that takes two launches: of the norm, and of the sum.
 BackwardResult run_gate_apart(const BackwardArguments& a) {
   BackwardArguments norm = a;
   norm.input.reset();
@@ -188,12 +185,10 @@ BackwardResult run_gate_apart(const BackwardArguments& a) {
   norm.needs.dx = true;
   norm.needs.dinput = norm.needs.dgate = false;
   BackwardResult result = run_backward(norm);
-  using torch::stable::detail::from;
-  std::array<StableIValue, 5> stack{from(*result.dx), from(*a.input), from(*a.gate),
-                                    from(a.needs.dinput), from(a.needs.dgate)};
-  call_formula(schemas::GateBackward::kName, stack.data());
-  result.dinput = torch::stable::detail::to<Tensor>(stack[0]);
-  result.dgate = torch::stable::detail::to<Tensor>(stack[1]);
+  const auto [dinput, dgate] =
+      run_gate_backward(*result.dx, *a.input, *a.gate, a.needs.dinput, a.needs.dgate);
+  result.dinput = dinput;
+  result.dgate = dgate;
   if (!a.needs.dx) result.dx = none(a.x, a.x.scalar_type());
   return result;
 }
@@ -232,6 +227,62 @@ BackwardResult run_backward(const BackwardArguments& given) {
   BackwardResult result = out.result(a, dx);
   if (has_columns_apart) add_columns(result, given);
   return result;
+}
+
+std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& input,
+                                             const Tensor& gate, bool needs_dinput,
+                                             bool needs_dgate) {
+  const Shape shape(input, 1);
+  const std::optional<Tensor> given_gate(gate);
+  check_shape(dsum, "dresidual_out", input, 0);
+  check_broadcast(given_gate, "gate", input);
+  // Kernels take dsum of input's type, or float32 dsum beside half-precision input. Other types are
+  // converted: all to float64 if either is float64, else dsum to float32.
+  const DataType in = data_type(input.scalar_type()), given = data_type(dsum.scalar_type());
+  const bool wide = in == DataType::kFloat64 || given == DataType::kFloat64;
+  const DataType x = wide ? DataType::kFloat64 : given == in ? in : DataType::kFloat32;
+  const DataType summand = wide ? DataType::kFloat64 : in;
+  const DataTypes types = kernel_types(x, common_type({&given_gate}), summand);
+  const CurrentDevice guard(input);
+
+  const RawTensor gate_as_given = raw(gate);
+  const Groups groups({&gate_as_given}, raw(input), shape.leading);
+  GroupGradient dgate(needs_dgate, given_gate, groups, input);
+  Tensor dinput =
+      needs_dinput ? empty_like(input, scalar_type(summand)) : none(input, input.scalar_type());
+  PreparedGate prepared;
+  prepared.types = types;
+  GateParams& params = prepared.params;
+  params.dgate = dgate.allocate(types.weight, statistics_type(x));
+  if (shape.empty()) {
+    dgate.fill_with_zeros();
+  } else if (needs_dinput || needs_dgate) {
+    const Tensor sum = with_rows(cast(dsum, scalar_type(x)), shape.leading);
+    const Tensor rows = with_rows(cast(input, scalar_type(summand)), shape.leading);
+    const auto read = prepare_modulation(given_gate, types.weight, input, shape.leading);
+    const auto gate_rows = rows_in_place(raw(read), raw(rows), shape.leading);
+    Problem problem;
+    problem.aligned = are_aligned(types, shape.cols);
+    const bool is_ready =
+        gate_rows &&
+        place_rows(raw(sum), shape.leading, params.dsum, params.dsum_rows, problem.aligned) &&
+        place_rows(raw(rows), shape.leading, params.input, params.input_rows, problem.aligned);
+    if (!is_ready || !has_kernels(types) || is_formula_forced()) throw NoKernel();
+    params.gate = read->const_data_ptr();
+    params.gate_rows = *gate_rows;
+    params.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;
+    params.dgate_is_wide = dgate.is_wide;
+    problem.rows = params.rows = shape.rows;
+    problem.cols = params.cols = static_cast<int32_t>(shape.cols);
+    problem.group_rows = params.group_rows = groups.rows;
+    problem.x = types.x;
+    problem.needs_dparams = needs_dgate;
+    problem.modulated = true;
+    prepared.plan = backward::Gate::make(problem, device_of(input));
+    const Workspace workspace(input, prepared.workspace_bytes());
+    launch(prepared, workspace.data(), current_stream(input));
+  }
+  return {cast(dinput, input.scalar_type()), dgate.result()};
 }
 
 }  // namespace fused_layernorm

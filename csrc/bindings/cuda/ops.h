@@ -5,6 +5,7 @@
 #pragma once
 
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "bindings/cuda/formula.h"
@@ -54,6 +55,10 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   // Rows: all operators but those of groups and of gated norms.
   ForwardResult run_forward(const ForwardArguments& a);
   BackwardResult run_backward(const BackwardArguments& a);
+  // (dinput, dgate) from the gradient of residual + gate * input.
+  std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& input,
+                                               const Tensor& gate, bool needs_dinput,
+                                               bool needs_dgate);
 
   ForwardResult run_groups(const ForwardArguments& a);
   BackwardResult run_groups(const BackwardArguments& a);

@@ -127,6 +127,19 @@ void backward_operator(StableIValue* stack, uint64_t arguments, uint64_t results
   });
 }
 
+void gate_backward(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  Call call(stack, arguments, results);
+  const Tensor dsum = call.at<Tensor>(0), input = call.at<Tensor>(1), gate = call.at<Tensor>(2);
+  bool needs_dinput = false, needs_dgate = false;
+  call.read(needs_dinput, needs_dgate);
+  const auto by_kernel = [&] {
+    const auto [dinput, dgate] = run_gate_backward(dsum, input, gate, needs_dinput, needs_dgate);
+    call.give(std::array{&dinput, &dgate});
+  };
+  run_or_formula(schemas::GateBackward::kName, stack, by_kernel,
+                 [&] { call.put_all(0, dsum, input, gate, needs_dinput, needs_dgate); });
+}
+
 }  // namespace
 
 void describe(const NormArguments& a, NormCall& call) {
@@ -164,6 +177,7 @@ void register_cuda_kernels(torch::stable::detail::StableLibrary& library) {
   });
   BackwardOperators::each(
       [&](auto op) { library.impl(op.kName, &backward_operator<decltype(op)>); });
+  library.impl(schemas::GateBackward::kName, &gate_backward);
   register_head_kernels(library);
 }
 
