@@ -70,11 +70,9 @@ static_assert(registers_of(512, 2) == 64 && registers_of(384, 2) == 80, "what wa
 
 // float32, rows that are aligned, nothing fused.
 constexpr Exception<int> kFloat32Teams[] = {
-    {1, 512, 8},      // fifteen teams and eight: 100000 x 384 123.6, 114.7
-    {513, 672, 6},    // eight, six and four: 32768 x 640 70.7, 66.6, 69.1
-    {673, 1023, 4},   // six, four and three: 32768 x 768 82.8, 77.5, 78.3
-    {1024, 1407, 3},  // eight, four and three: 100000 x 1024 307.8, 344.2, 295.8
-    {1408, 2047, 4},  // four and three: 32768 x 1492 152.7, 156.6
+    {1, 512, 8},     // fifteen teams and eight: 100000 x 384 123.6, 114.7
+    {513, 672, 6},   // eight, six and four: 32768 x 640 70.7, 66.6, 69.1
+    {673, 2047, 3},  // six, four and three: 32768 x 768 82.8, 77.5, 78.3
 };
 // float32, rows (which are aligned) with a residual or an activation.
 constexpr Exception<int> kFloat32FusedTeams[] = {
@@ -84,23 +82,15 @@ constexpr Exception<int> kFloat32FusedTeams[] = {
 };
 // float32, rows that are not aligned, nothing fused.
 constexpr Exception<int> kFloat32ElementTeams[] = {
-    {1, 320, 12},     // fifteen teams, twelve and eight: 100000 x 285 95.3, 90.3, 106.9
-    {321, 448, 8},    // twelve and eight: 100000 x 356 115.0, 112.0
-    {449, 512, 12},   // fifteen, twelve and eight: 200000 x 498 316.9, 305.1, 333.4
+    {1, 512, 12},     // fifteen teams, twelve and eight: 100000 x 285 95.3, 90.3, 106.9
     {513, 672, 6},    // eight, six and four: 32768 x 569 65.5, 62.8, 71.8
     {673, 1100, 4},   // eight, four and three: 32768 x 924 97.9, 96.3, 101.0
-    {1101, 1600, 3},  // five, four and three: 100000 x 1350 429.6, 459.9, 424.0
-    {1601, 2047, 4},  // four, three and one: 65536 x 1847 385.4, 394.3, 423.5
+    {1101, 2047, 3},  // five, four and three: 100000 x 1350 429.6, 459.9, 424.0
     {2048, 2431, 2},  // two and one: 50000 x 2130 336.4, 391.5
 };
 // Half precision, rows that are aligned, nothing fused.
 constexpr Exception<int> kHalfTeams[] = {
-    {1008, 1024, 6},  // eight, six and four: 32768 x 1024 55.5, 54.6, 56.8
     {1984, 2048, 3},  // four, three and two: 32768 x 2048 107.8, 103.5, 107.2
-};
-// Half precision, rows that are not aligned, nothing fused.
-constexpr Exception<int> kHalfElementTeams[] = {
-    {1025, 1536, 4},  // five teams and four: 100000 x 1137 254, 250
 };
 
 // ---- Slices of rows
@@ -138,7 +128,7 @@ struct BackwardTuning {
   // because a team's time hides behind the other teams.
   Rule<int> half_teams = {kMostTeams, kHalfTeams};
   // Two and one: 6250 x 4095 58.4, 62.8.
-  Rule<int> half_element_teams = {kMostTeams, kHalfElementTeams};
+  Rule<int> half_element_teams = kMostTeams;
   // A block has no more teams than that only if each then has this many rows.
   int few_teams_rows = 16;
 

@@ -34,8 +34,6 @@ struct ForwardTeam {
   // in registers while sums are taken.
   static constexpr int kMostEarlyWords = 0;
   static constexpr Use kEarlyUse = Use::kReadOnly;
-  // Whether a kernel with an epilogue loads them by addresses that walk along (WalkedParameters).
-  static constexpr bool kWalks = false;
   // Whether a launch chooses what becomes of x and y in L2 (L2Policy), or all is evict_first.
   template <typename N, int kVecs>
   static constexpr bool kChoosesL2 = false;
@@ -185,12 +183,10 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   }();
 
   using Late = LateParameters<W, kWidth, decltype(share)>;
-  constexpr bool kWalks = !kRagged && N::Epilogue::kBranches && Team::kWalks;
   constexpr bool kLoadsEarly = kEarly && !N::Prologue::kMayStore && !N::Epilogue::kMayActivate &&
                                kParameterWords<N, kVecs> <= Team::kMostEarlyWords;
-  using Parameters = std::conditional_t<
-      kWalks, WalkedParameters<W, kWidth, decltype(share)>,
-      std::conditional_t<kLoadsEarly, EarlyParameters<W, kWidth, kPieces, Team::kEarlyUse>, Late>>;
+  using Parameters =
+      std::conditional_t<kLoadsEarly, EarlyParameters<W, kWidth, kPieces, Team::kEarlyUse>, Late>;
   const auto columns = [&] {
     if constexpr (kLoadsEarly && !N::Affine::kModulates) {
       return ColumnParameters<W>::loaded_first(p);

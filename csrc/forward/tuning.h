@@ -121,7 +121,6 @@ constexpr Exception<ThreadVecs> kResidualBlocks[] = {
 // a thread, bfloat16 with float32 parameters.
 constexpr Exception<ThreadVecs> kResidualWideBlocks[] = {
     {1, 959, {Choice::kFirst, {3, 4, 5}}},      // 16384 x 5120 169.4, 169.7, 172.8
-    {960, 1088, {Choice::kFirst, {4, 3, 5}}},   // 16384 x 8192, gated 286.9, 273.5, 275.3
     {1089, 1664, {Choice::kFirst, {3, 4, 5}}},  // 8192 x 12288, gated 206.2, 230.1, 219.8
 };
 

@@ -13,7 +13,6 @@ struct LogicalWarp : ForwardTeam {
   // where they are used. (bfloat16, early and late: 12608 x 768 11.5, 12.2; 1 x 768 1.5, 1.9; 32768
   // x 768 26.3, 26.9; 128 x 1024 2.2, 2.6.)
   static constexpr int kMostEarlyWords = 32;
-  // Walked parameters take longer: 32768 x 1024 with GELU 36.4 us, walked 37.3.
   // Elsewhere the choice costs more than it gains (4096 x 1024 bfloat16 6.18 us, with it 6.27).
   template <typename N, int kVecs>
   static constexpr bool kChoosesL2 = kIsBareOfOneType<N> && kVecs <= 2;

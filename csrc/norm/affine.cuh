@@ -73,36 +73,6 @@ struct EarlyParameters {
   __device__ __forceinline__ const Vec<W, kWidth>& summand(int k) const { return biases[k]; }
 };
 
-// Loaded where they are used, by addresses that walk along the row: fewer instructions, but each
-// address waits for the one before. Each of factor(k) and summand(k) must be called once for each
-// k, in order. In the place of a missing vector the previous one is read again.
-template <typename W, int kWidth, typename Share>
-struct WalkedParameters {
-  const Share& share;
-  const W* weights;
-  const W* biases;
-  int weight_step, bias_step;
-
-  __device__ __forceinline__ explicit WalkedParameters(
-      const LateParameters<W, kWidth, Share>& parameters)
-      : share(parameters.share),
-        weights(start(parameters.columns.factor)),
-        biases(start(parameters.columns.summand)),
-        weight_step(share.step * kWidth & parameters.columns.factor.mask),
-        bias_step(share.step * kWidth & parameters.columns.summand.mask) {}
-  __device__ __forceinline__ const W* start(const Parameter<W>& parameter) const {
-    return hidden(element(parameter.at, share.first * kWidth & parameter.mask));
-  }
-  __device__ __forceinline__ auto factor(int k) {
-    if (k > 0) weights = element(weights, share.has(k) ? weight_step : 0);
-    return load<Use::kReadOnly, kWidth>(weights);
-  }
-  __device__ __forceinline__ auto summand(int k) {
-    if (k > 0) biases = element(biases, share.has(k) ? bias_step : 0);
-    return load<Use::kReadOnly, kWidth>(biases);
-  }
-};
-
 // An affine policy has
 //   kModulates  whether there is a modulation, whose shift and scale belong to groups of rows
 //   row()       the two parameters that a row's loops load, from `first_col` on
