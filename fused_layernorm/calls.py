@@ -53,22 +53,27 @@ def plain(
     bias: Any,
     eps: float | None,
     is_group: bool = False,
+    hidden: bool = False,
 ) -> Any:
     """PyTorch's function for a norm with nothing fused to it, or None where `run` must decide.
 
     On CUDA the function leads to our kernels, on the CPU it is PyTorch's norm. over: the normalized
-    shape, by default weight's, or the number of groups. Modes and transforms are to see our
-    operators, and torch.jit.trace crashes where an operator has raised what is caught here. Dynamo
-    does not trace this function.
+    shape, by default weight's, or the number of groups. hidden: from the modes in force. Modes and
+    transforms are to see our operators, and torch.jit.trace crashes where an operator has raised
+    what is caught here. Dynamo does not trace this function.
     """
     if (
         type(input) is not Tensor
         or (type(weight) is not Parameter and type(weight) not in _OWN)
         or (bias is not None and type(bias) not in _OWN)
-        or _function_modes()
         or _in_transform()
     ):
         return None
+    if _function_modes() and not hidden:
+        if not stock.has_device_mode_alone():
+            return None
+        with stock.without_function_modes():
+            return plain(is_rms, input, over, weight, bias, eps, is_group, hidden=True)
     sizes = over
     try:
         if is_group:
@@ -218,31 +223,45 @@ def run(a: Arguments) -> Any:
     try:
         if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
             return onnx.run(a)
+        if a.input.is_cpu:
+            if (found := stock.run(a)) is not None:
+                return found
+            if stock.differentiates(a.input):
+                arguments.check(a)
+                y, *others = formulas.forward(a, exact=False)
+                y = formulas.laid_out(y, a.input, a.keeps_order)
+                return y if residual is None else (y, others[0].contiguous())
         if gate is None and a.shift is None and a.scale is None:
-            if residual is not None:
-                return _add_layer_norm(a)
-            call = _layer_norm
+            call = _layer_norm if residual is None else _add_layer_norm
         else:
             call = _ada_layer_norm if residual is None else _add_ada_layer_norm
-        if a.input.is_cpu and (found := stock.run(a)) is not None:
-            return found
         return call(a)
     except Exception as error:
         raise arguments.explain(error, a) from None
 
 
 def call(
-    operator: OpOverload, a: Any, check: Callable[[Any], None], in_pytorch: Callable[[Any], Any]
+    operator: OpOverload,
+    a: Any,
+    check: Callable[[Any], None],
+    in_pytorch: Callable[[Any], Any],
+    family: Any = None,
 ) -> Any:
     """A call of another family's operator, for all but Dynamo, which does not trace the handling of
     exceptions here, and leaves the checks to the fake. `check` says what is wrong with a call.
 
     in_pytorch: the same in PyTorch's operators, which alone torch.onnx.export translates.
+    family: whose formula PyTorch differentiates on the CPU. Its derivative keeps what forward has
+    computed, which a backward operator would compute again.
     """
     if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
         check(a)
         return in_pytorch(a)
     try:
+        if family is not None and stock.differentiates(a.input):
+            check(a)
+            y = family.formula(a, exact=False)[0]
+            return formulas.laid_out(y, a.input, family.keeps_order)
         return operator._op(*a)  # skips OpOverload.__call__, which costs half a microsecond
     except Exception as error:
         raise arguments.explain(error, a, check) from None

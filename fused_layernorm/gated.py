@@ -100,7 +100,7 @@ def run(a: GatedArguments) -> Tensor:
         if input.dim() and choice.of_gated(input, a.group_size or input.shape[-1]) != "KERNEL":
             operator = VARIANTS[operator]
         return operator(*a)
-    found: Tensor = calls.call(operator, a, gated.check, _in_pytorch)
+    found: Tensor = calls.call(operator, a, gated.check, _in_pytorch, gated.FAMILY)
     return found
 
 

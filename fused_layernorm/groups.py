@@ -126,7 +126,7 @@ def _run(a: GroupArguments) -> Tensor:
     a = _settled(a)
     if _is_compiling():
         return groups.group_norm(*a)
-    found: Tensor = calls.call(groups.group_norm, a, groups.check, _in_onnx)
+    found: Tensor = calls.call(groups.group_norm, a, groups.check, _in_onnx, groups.FAMILY)
     return found
 
 

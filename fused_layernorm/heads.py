@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import calls
+from . import calls, stock
 from .ops import arguments
 from .ops.autograd import in_forward_mode, needs_grad
 from .ops.head_formulas import (
     HeadArguments,
     by_formula,
     check,
+    composite_forward,
     has_kernel,
     needs_grad_of_angles,
 )
@@ -136,6 +137,8 @@ def _run(a: HeadArguments) -> tuple[Tensor, Tensor]:
         return by_formula(a)
     if calls.is_compiling():
         return _operator(*a)
+    if stock.differentiates(a.q):
+        return composite_forward(*a)
     found: tuple[Tensor, Tensor]
     if needs_grad(*a[:6]) or in_forward_mode():
         found = calls.call(_operator, a, check, by_formula)

@@ -114,6 +114,10 @@ def is_bare(module: Any) -> bool:
     )
 
 
+def is_swapped(self: Any) -> bool:
+    return getattr(self, "_is_swapped", False)
+
+
 def forward_of(
     cls: Any, function: str, over: str, read: Any = None, argument: str = "input"
 ) -> Callable[..., Tensor]:
@@ -134,6 +138,8 @@ def forward_of(
         # takes host time; one that is computed is not there. A tool that has replaced PyTorch's
         # function, or its class's forward, may want to see the call below.
         if not _is_compiling() and functions[function] is own and cls.forward is own_forward:
+            if stock.function_modes() and stock.has_foreign_mode() and is_swapped(self):
+                return cls.forward(self, input)
             try:
                 module = self.__dict__
                 parameters = module["_parameters"]

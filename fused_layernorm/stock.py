@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import has_torch_function
+from torch.utils._device import DeviceContext
 
 from .ops import arguments, formulas
 from .ops.operators import Arguments
@@ -24,6 +25,10 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _get_dispatch_mode = torch._C._get_dispatch_mode
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _in_transform = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+function_modes = torch._C._len_torch_function_stack
+_function_mode_at = torch._C._get_function_stack_at
+_is_tracing = torch._C._is_tracing
 
 # For tests without a GPU: calls on the CPU then go to the operators instead of PyTorch's.
 _cpu_operators = os.environ.get("FUSED_LAYERNORM_CPU_OPERATORS") == "1"
@@ -81,15 +86,31 @@ def are_supported(x: Any, *others: Any) -> bool:
 
 _PLAIN = (Tensor, nn.Parameter, type(None))
 
+# No TorchFunctionMode sees what is called inside.
+without_function_modes = torch._C.DisableTorchFunction
+
+
+def has_foreign_mode() -> bool:
+    """Whether a TorchFunctionMode is in force that is not PyTorch's own, as those of
+    torch.set_default_device and torch.export are."""
+    return any(
+        not type(_function_mode_at(i)).__module__.startswith("torch.")
+        for i in range(function_modes())
+    )
+
+
+def has_device_mode_alone() -> bool:
+    """Whether the only TorchFunctionMode is that of torch.set_default_device or torch.device, which
+    makes new tensors on a device, and so has nothing to do in a norm. Under it each access to a
+    tensor costs the host microseconds."""
+    return function_modes() == 1 and type(_function_mode_at(0)) is DeviceContext
+
 
 def _are_known(values: Sequence[Any]) -> bool:
     if not all(_is_known(type(value)) for value in values):
         return False
-    if not _is_compiling():  # Dynamo traces through the modes that it knows
-        # PyTorch has modes of its own: of torch.set_default_device, and of torch.export.
-        for mode in torch.overrides._get_current_function_mode_stack():
-            if not type(mode).__module__.startswith("torch."):
-                return False
+    if not _is_compiling() and has_foreign_mode():  # Dynamo traces through the modes that it knows
+        return False
     return not any(isinstance(value, Tensor) and value.is_nested for value in values)
 
 
@@ -139,6 +160,17 @@ def has_own_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, is_r
 
 
 _BESIDE_FLOAT32 = (torch.float32, *arguments.HALF)
+
+
+def differentiates(input: Any) -> bool:
+    """Whether a call is computed, and differentiated, by PyTorch's operators: on the CPU, where no
+    mode, transform, tracer or autocast is to see an operator of ours."""
+    return (
+        type(input) is Tensor
+        and input.is_cpu
+        and not (_cpu_operators or _dispatch_modes() or _in_transform() or _is_tracing())
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def run(a: Arguments) -> Any:

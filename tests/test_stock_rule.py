@@ -345,3 +345,36 @@ def test_tensors_of_inference_mode_and_with_the_negative_bit(kind, device):
     swap_norms(model, predicate=lambda *_: True)
     assert fused_layernorm.is_fused(module)
     torch.testing.assert_close(run(), expected)
+
+
+MODULES = [
+    (nn.LayerNorm(D), (4, D)),
+    (nn.RMSNorm(D), (4, D)),
+    (nn.GroupNorm(2, 8), (2, 8, 5, 5)),
+    (nn.InstanceNorm2d(8), (2, 8, 5, 5)),
+]
+
+
+@pytest.mark.parametrize(("stock", "shape"), MODULES, ids=lambda one: type(one).__name__)
+def test_modes_of_functions(stock, shape, device):
+    """The mode of torch.set_default_device changes no norm; another mode sees the stock calls."""
+    stock, x = copy.deepcopy(stock).to(device), torch.randn(shape, device=device)
+    new = swap_norms(copy.deepcopy(stock))
+
+    class Records(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    called = []
+    for module in (stock, new):
+        seen: list = []
+        with Records():
+            module(x)
+        called.append(seen)
+    assert called[0] == called[1]
+    with torch.device("meta"):
+        found = new(x)
+        assert torch.empty(1).is_meta, "the mode is still in force"
+    torch.testing.assert_close(found, stock(x), rtol=1e-5, atol=1e-5)
+    assert found.device == x.device

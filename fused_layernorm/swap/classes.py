@@ -46,6 +46,9 @@ class Known(NamedTuple):
 
 REGISTERED = "registered"  # the kind of a class of which only register_swap was told
 
+_PARAMETERS = {nn.Parameter, type(None)}
+_is_compiling = torch.compiler.is_dynamo_compiling
+
 _NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "group": "GroupNorm"}
 _NAMES |= {"rotation": "Rotation", "activation": "Activation"}
 
@@ -133,7 +136,7 @@ def _or_stock(swapped: Any) -> Forward:
     while a part of what was read is not what it was.
     """
     cls, fused, parts = swapped._swapped_from, swapped._known.forward, swapped._parts
-    own = swapped._own
+    own, is_norm = swapped._own, swapped._known.kind in ("layer", "rms", "group")
     # Of the parts, which are looked at in each call, most classes have a forward alone.
     read, has_others = (parts[0].function if parts else None), len(parts) > 1
     wrapped: Any = cls.forward if own is None else own
@@ -164,11 +167,28 @@ def _or_stock(swapped: Any) -> Forward:
         known = is_read and (not has_others or others_are_as_read()) and isinstance(self, swapped)
         return known and stock.are_supported(*args, *self._parameters.values())
 
+    def is_plain_but_for_a_device_mode(
+        self: Any, x: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Other modules that a forward calls may make tensors, on the device that the mode says."""
+        if _is_compiling() or not is_norm or rest or kwargs or self._modules:
+            return False
+        types = map(type, self._parameters.values())
+        return stock.has_device_mode_alone() and type(x) is Tensor and _PARAMETERS.issuperset(types)
+
     def of_any_call(self: Any, x: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_plain_but_for_a_device_mode(self, x, rest, kwargs):
+            with stock.without_function_modes():
+                known = is_plain(self, x)
+                found = fused(self, x) if known else None
+            if known:
+                return (cls.forward if own is None else own)(self, x) if found is None else found
         if x is None and kwargs.get(first) is not None:
             x = kwargs.pop(first)
         args = () if x is None and not rest else (x, *rest)
-        if is_fused_call(self, *args, *kwargs.values()):
+        # Asked first: under such a mode each access to a tensor costs the host microseconds.
+        is_seen = not _is_compiling() and stock.has_foreign_mode()
+        if not is_seen and is_fused_call(self, *args, *kwargs.values()):
             found = fused(self, *args, **kwargs)
             if found is not None:
                 return found
