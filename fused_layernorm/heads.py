@@ -137,7 +137,7 @@ def _run(a: HeadArguments) -> tuple[Tensor, Tensor]:
         return by_formula(a)
     if calls.is_compiling():
         return _operator(*a)
-    if stock.differentiates(a.q):
+    if a.q.dtype not in arguments.HALF and stock.differentiates(a.q):
         return composite_forward(*a)
     found: tuple[Tensor, Tensor]
     if needs_grad(*a[:6]) or in_forward_mode():

@@ -49,8 +49,7 @@ class _Slot(modules.Norm):
             parameter.sequence_parallel = is_parallel  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> Tensor:
-        norm: Any = super()
-        found: Tensor = self._fused(input) if self.weight_offset else norm.forward(input)
+        found: Any = self._fused(input) if self.weight_offset else super().forward(input)
         return found
 
     def _fused(self, input: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def test_a_row_of_nearly_2_to_the_31_columns(gate_first, needs_memory):
     def leaves(part):
         return [t.detach()[:, part].double().requires_grad_() for t in (x, gate)]
 
-    squares = 0.0
+    squares = torch.zeros((), dtype=torch.float64, device=x.device)
     for part in parts:
         of_x, of_gate = leaves(part)
         u = of_x * F.silu(of_gate) if gate_first else of_x

@@ -76,7 +76,7 @@ def test_margins_that_cannot_be():
         (True, TypeError, "expected n to be an int, got bool"),
     ):
         with pytest.raises(error, match=words):
-            fl.sm_margin(n)
+            fl.sm_margin(n)  # type: ignore[arg-type]
     with fl.sm_margin(132), pytest.raises(ValueError, match="fewer multiprocessors than the 132"):
         current()
     assert current() == 0

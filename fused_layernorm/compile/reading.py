@@ -241,7 +241,7 @@ def _fused_rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: Any) ->
 def _fused_layer_norm(*args: Any, **kwargs: Any) -> Call | None:
     """This package's operator or its aten_ variant, which a swapped module calls."""
     a = load.call_of(load.layer_norm)(*args, **kwargs)
-    if a.activation is not None or a.scale != 1.0 or a.keeps_order:
+    if a.activation is not None or a.output_scale != 1.0 or a.keeps_order:
         return None
     options = (a.weight_offset, a.round_before_weight)
     return _norm(

@@ -154,15 +154,16 @@ def _planned(
     # The norms come first: a module that modulates a norm's output is swapped only if the norm is.
     modules = sorted(model.named_modules(), key=lambda item: not isinstance(item[1], nn.LayerNorm))
     for name, module in modules:
-        found = None if is_fused(module) else registry.find(module, read)
-        if found is None:
-            continue
-        if found.kind in kinds or found.kind == REGISTERED:
-            given = _norm(name, module, found, predicate, plan)
-        elif found.kind == "rms" and "LayerNorm" in plain_class(module).__name__:
-            given = "it computes RMSNorm"
-        else:
-            continue
+        with lock:  # while it is looked at, no other thread swaps it
+            found = None if is_fused(module) else registry.find(module, read)
+            if found is None:
+                continue
+            if found.kind in kinds or found.kind == REGISTERED:
+                given = _norm(name, module, found, predicate, plan)
+            elif found.kind == "rms" and "LayerNorm" in plain_class(module).__name__:
+                given = "it computes RMSNorm"
+            else:
+                continue
         if isinstance(given, str):
             left[f"{_name(plain_class(module))} ({given})"] += 1
         else:
