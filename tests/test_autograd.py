@@ -17,7 +17,6 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm as fl
-from fused_layernorm.ops import autograd_library
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 pytestmark = pytest.mark.cpu_operators
@@ -496,9 +495,6 @@ def test_inference_mode(device):
         fl.layer_norm(inside, weight)
 
 
-@pytest.mark.xfail(
-    autograd_library.active, reason="csrc/per_torch saves every weight (issue 69, 8)", strict=True
-)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_parameters_made_in_inference_mode_as_in_pytorch(device, offset):
     """A weight whose value backward does not read is not saved."""

@@ -59,9 +59,16 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
       this->save(i, tensor_of(argument));
     };
     const IValue &weight = arguments[Op::kWeight], &bias = arguments[Op::kBias];
-    save_if_any(Saved::kWeight, weight);
     // Backward uses bias only where it computes z, and for the dtype of gradients.
     const bool needs_z = Op::kHasModulation || options.activation != Activation::kNone;
+    // Its own gradient does not read weight. One that was made in inference mode, which autograd
+    // refuses to save, has a tensor of its shape and dtype in its place then, as in PyTorch.
+    bool reads_weight = needs_z || requires_grad(arguments[Op::kInput]);
+    if constexpr (Op::kHasResidual) reads_weight |= requires_grad(arguments[Op::kResidual]);
+    if constexpr (Op::kHasGate) reads_weight |= requires_grad(arguments[Op::kGate]);
+    const Tensor given = tensor_of(weight);
+    const bool stands_in = !reads_weight && given.defined() && given.is_inference();
+    this->save(Saved::kWeight, stands_in ? at::empty_like(given) : given);
     if (needs_z || !is_defined(weight)) save_if_any(Saved::kBias, bias);
     if constexpr (Op::kHasModulation) {
       // Backward of rows uses shift only for the shape and dtype of its gradient.
