@@ -127,7 +127,7 @@ MUTATIONS = [
              "+= int64_t{2} * sets * problem.cols * size_of(problem.x);",
              PRINCIPLES),
     Mutation("tuned-teams", "plan", "csrc/backward/tuning.h",
-             "    {1008, 1024, 6},", "    {1000, 1024, 6},", PLANS),
+             "    {1984, 2048, 3},", "    {1976, 2048, 3},", PLANS),
     Mutation("tuned-ring-bytes", "plan", "csrc/backward/tuning.h",
              "half_ring_bytes = 60000,", "half_ring_bytes = 70000,", PLANS),
     Mutation("tuned-many-rows", "plan", "csrc/backward/tuning.h",
