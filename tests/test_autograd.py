@@ -497,13 +497,13 @@ def test_inference_mode(device):
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_parameters_made_in_inference_mode_as_in_pytorch(device, offset):
-    """A weight whose value backward does not read is not saved."""
+    """A weight whose value backward does not read is not saved. (PyTorch's kernel on CUDA saves it,
+    and raises.)"""
     with torch.inference_mode():
         weight = nn.Parameter(torch.full((8,), 2.0, device=device))
     x = torch.randn(3, 8, device=device)
     norm = F.rms_norm(x, (8,))
-    stock = F.rms_norm(x, (8,), weight).square().sum()
-    assert stock.requires_grad
+    assert x.is_cuda or F.rms_norm(x, (8,), weight).square().sum().requires_grad
     (gradient,) = torch.autograd.grad(
         fl.rms_norm(x, weight, weight_offset=offset).square().sum(), weight
     )
