@@ -40,7 +40,7 @@ napoleon_use_rtype = False
 # network to read their inventories.
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|nn|typing|collections|types)\..*"),
+    (r"py:.*", r"(torch|nn|typing|collections|contextlib|types)\..*"),
     (r"py:class", r"(Tensor|LayerNorm|dtype|fused_layernorm\.swap\.swapping\.Model)"),
 ]
 
