@@ -138,6 +138,7 @@ def forward_of(
         # takes host time; one that is computed is not there. A tool that has replaced PyTorch's
         # function, or its class's forward, may want to see the call below.
         if not _is_compiling() and functions[function] is own and cls.forward is own_forward:
+            is_seen = False
             try:
                 module = self.__dict__
                 parameters = module["_parameters"]
@@ -157,16 +158,16 @@ def forward_of(
                     )
                 )
                 if read is not None and self._is_swapped and type(input) is Tensor:
-                    if stock.function_modes() and stock.has_foreign_mode():
-                        return cls.forward(self, input)
-                    input = read(input)
+                    # A mode of a tool is to see the stock call alone.
+                    is_seen = stock.function_modes() > 0 and stock.has_foreign_mode()
+                    input = input if is_seen else read(input)
             except (AttributeError, KeyError):
                 is_plain = False
             if is_plain:
                 y: Tensor | None = plain(is_rms, input, sizes, weight, bias, eps, is_group)
                 if y is not None:
                     return y
-                if stock.has_foreign_mode() and is_swapped(self):
+                if (is_seen or stock.has_foreign_mode()) and is_swapped(self):
                     return cls.forward(self, input)
         if not isinstance(self, Norm):  # a bound method that outlived unswap_norms
             return type(self).forward(self, input)
