@@ -244,6 +244,8 @@ SAID: dict[str, tuple[list[Any], list[str], str]] = {
     (["add_layer_norm", "layer_norm"], RESIDUAL, ""),
     "h = residual + x; s = h.mean(1, keepdim=True); norm(h) * (1 + s) + bias, h":
     ([ADA], MODULATED, "uses the sum before"),
+    "h = residual + x; norm(h) * (1 + x) + h, h":
+    ([ADA], MODULATED, "the sum is an operand beside itself"),
     OVER_TWO: ([None], [], "it normalizes over dimensions [0, 1], which are not the last"),
     # The sum is float32, but the only operand that could be the residual is bfloat16.
     "h = x.bfloat16() + mod[:, None, :D]; norm(h), h": ([PLAIN], [], ""),
