@@ -106,21 +106,33 @@ WRITES = {
     # Into the result of an operator that has taken a norm's place.
     "x = F.group_norm(x, G); y = F.group_norm(x, 1); x.mul_(x); F.silu(y) + x":
     "writes into an operand",
-    # Of an x that is not contiguous PyTorch's backward reads a copy.
+    # Of an x that is not contiguous PyTorch's backward read a copy until 2.15, which refuses this.
     "x = (x + 0.0).mT.contiguous().mT; y = F.group_norm(x, G); x.mul_(2); y + x":
     "writes into what backward reads",
 }  # fmt: skip
 
 
+def refuses_backward(function, t):
+    """Whether eager PyTorch itself says that a write took from backward what it reads."""
+    try:
+        function(t).sum().backward()
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return True
+    return False
+
+
 @pytest.mark.parametrize("text", WRITES)
 def test_writes_are_respected(text):
     function, t = model(f"y = None; {text}"), tensors()
+    leaves = {name: tensor.detach() for name, tensor in t.items()}
+    found, rows, _ = run(function, leaves)
+    torch.testing.assert_close(found, function(leaves), rtol=1e-4, atol=1e-4)
     if "backward" in WRITES[text]:
-        rows, _ = assert_same(function, t)
-    else:
-        t = {name: tensor.detach() for name, tensor in t.items()}
-        found, rows, _ = run(function, t)
-        torch.testing.assert_close(found, function(t), rtol=1e-4, atol=1e-4)
+        _, rows, _ = run(function, t)
+        if not refuses_backward(function, t):
+            assert_same(function, t)
     assert WRITES[text] in " ".join(note for row in rows for note in row.notes)
 
 
