@@ -19,18 +19,18 @@ import torch
 
 from benchmarks.families import FAMILIES, HEADS, IMAGE, ROWS, SAMPLES, Family, family_of, ops_of
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in SHORT_NAMES.values()}
 _SHORT = {name: short for short, name in SHORT_NAMES.items()}
 OPS = ops_of(*FAMILIES.values())
 PER_SAMPLE, PER_TOKEN = "sample", "token"  # whether a modulation is given per sample or per token
 SIZES = {ROWS: "ROWSxCOLS", SAMPLES: "SAMPLESxTOKENSxCOLS", IMAGE: "NxCxHxW",
          HEADS: "SAMPLESxPOSITIONSxHEADSxCOLS"}  # fmt: skip
+
+
+def _dtype(field: str) -> Any:
+    """A property of a case: the dtype that a field of it names, or x's."""
+    return property(lambda case: DTYPES[getattr(case, field) or case.dtype])
 
 
 @dataclass(frozen=True)
@@ -78,30 +78,12 @@ class Case:
     def family(self) -> Family:
         return family_of(self.op)
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
-    @property
-    def torch_weight_dtype(self) -> torch.dtype:
-        return DTYPES[self.weight_dtype or self.dtype]
-
-    @property
-    def torch_out_dtype(self) -> torch.dtype:
-        return DTYPES[self.out_dtype or self.dtype]
-
-    @property
-    def torch_modulation_dtype(self) -> torch.dtype:
-        return DTYPES[self.modulation_dtype or self.dtype]
+    torch_dtype, torch_weight_dtype = _dtype("dtype"), _dtype("weight_dtype")
+    torch_out_dtype, torch_modulation_dtype = _dtype("out_dtype"), _dtype("modulation_dtype")
 
     @property
     def backward(self) -> bool:
         return self.op.endswith("backward")
-
-    @property
-    def is_rms(self) -> bool:
-        """Whether the norm is RMSNorm, without a bias, and with a weight unless it is modulated."""
-        return self.family.is_rms
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -167,18 +149,16 @@ class Case:
         share one dx, and the gradient of a shift may be dy itself (`is_dshift_dy`). The few bytes
         of mean, rstd, and of the weights, cos and sin of heads are left out.
         """
-        tensors, columns, modulations = (
-            numbers[self.backward]
-            for numbers in (self.family.tensors, self.family.columns, self.family.modulations)
-        )
-        size = self.rows * self.cols
-        total = (tensors - 1) * size * self.torch_dtype.itemsize
+        family, way, size = self.family, self.backward, self.rows * self.cols
+        total = (family.tensors[way] - 1) * size * self.torch_dtype.itemsize
         total += size * self.torch_out_dtype.itemsize
-        total += columns * math.prod(self.param_shape) * self.torch_weight_dtype.itemsize
-        if modulations:
-            count = modulations - (self.backward and self.is_dshift_dy)
+        total += (
+            family.columns[way] * math.prod(self.param_shape) * self.torch_weight_dtype.itemsize
+        )
+        if modulations := family.modulations[way]:
+            count = modulations - (way and self.is_dshift_dy)
             total += count * math.prod(self.modulation_shape) * self.torch_modulation_dtype.itemsize
-        return total
+        return int(total)
 
     @property
     def is_dshift_dy(self) -> bool:
@@ -202,15 +182,17 @@ class Case:
         return size if usual else f"{size}/{self.groups}"
 
     @property
+    def _per(self) -> str:
+        return " per-token" if self.modulation == PER_TOKEN else ""
+
+    @property
     def text(self) -> str:
         """The text from which `parse_case` makes this case."""
-        per = " per-token" if self.modulation == PER_TOKEN else ""
-        return f"{self.size} {self.types} {self.op}{per}"
+        return f"{self.size} {self.types} {self.op}{self._per}"
 
     @property
     def name(self) -> str:
-        per = " per-token" if self.modulation == PER_TOKEN else ""
-        return f"{self.op} {self.size} {self.types}{per}"
+        return f"{self.op} {self.size} {self.types}{self._per}"
 
 
 def make_case(op: str, sizes: tuple[int, ...], dtype: str, target: float | None = None,

@@ -20,7 +20,6 @@ time. $OUT/compare.json holds all results. Comparing a build with itself shows t
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import faulthandler
 import fnmatch
@@ -109,7 +108,7 @@ def load(library: Path, number: int, folder: Path) -> str:
 
 
 class Failed(Exception):
-    """A build could not do what it was asked."""
+    """Why a build could not do what it was asked."""
 
 
 class Side:
@@ -134,11 +133,9 @@ class Side:
             count = timing.call_count(len(inputs), job.case.bytes)
             self.graph = timing.Graph(self.calls(job, inputs), count)
         except Exception as problem:
-            text = str(problem).strip() or type(problem).__name__
-            if "CUDA error" in text:  # the context is lost
-                print(f"{job.name}, {self.label}: {text}", flush=True)
-                raise
-            raise Failed(text.splitlines()[0]) from None
+            if "CUDA error" in str(problem):  # the context is lost
+                print(f"{job.name}, {self.label}: {problem}", flush=True)
+            raise Failed(timing.sentence(problem)) from None
 
     def time(self, seconds: float) -> float:
         assert self.graph is not None
@@ -247,8 +244,8 @@ def line(row: dict[str, Any]) -> str:
 def text(report: dict[str, Any], most: int) -> str:
     """The rows with the largest ratios first, those slower than eager, and a summary."""
     rows = report["rows"]
-    timed = [row for row in rows if "ratio" in row]
-    failed = [row for row in rows if "ratio" not in row]
+    timed, failed = ([row for row in rows if ("ratio" in row) == is_timed]
+                     for is_timed in (True, False))  # fmt: skip
     beaten = sorted((row for row in timed if is_beaten(row)),
                     key=lambda row: -row["new_us"] / row["eager_us"])  # fmt: skip
     slow = sum(row["slower"] for row in rows)
@@ -275,11 +272,7 @@ def text(report: dict[str, Any], most: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = results.parser("compare", __doc__)
     parser.add_argument("--old", type=Path, required=True)
     parser.add_argument("--new", type=Path, required=True)
     parser.add_argument("--eager", action="store_true", help="time eager PyTorch too")

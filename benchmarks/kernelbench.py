@@ -14,7 +14,6 @@ is above 1.02. All must agree with the stock chain. A full run, or one with --ad
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import importlib
@@ -202,14 +201,10 @@ def measure(name: str, rounds: int = ROUNDS, lock: Path | None = None) -> dict[s
         if timing.DEVICE == "cuda":
             torch.cuda.empty_cache()  # others prepare beside it
     with turns.measuring(lock):
-        times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-        with timing.quiet():
-            for variant in timing.turns(VARIANTS, rounds):
-                call = calls[variant]
-                us = timing.wall_time([lambda call=call: call(x)], 3)  # type: ignore[misc]
-                times[variant].append(us / 1e3)
-    for variant, walls in times.items():
-        row |= timing.summary(variant, walls, "ms")
+        runs = {variant: [functools.partial(call, x)] for variant, call in calls.items()}
+        walls = timing.in_turns(VARIANTS, rounds, lambda one: timing.wall_time(runs[one], 3) / 1e3)
+    for variant, times in walls.items():
+        row |= timing.summary(variant, times, "ms")
     return row
 
 
@@ -235,8 +230,7 @@ def text(rows: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernelbench", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = results.parser("kernelbench", __doc__)
     parser.add_argument(
         "--problems", default="", help='comma-separated names or beginnings: "2/3,3/"'
     )

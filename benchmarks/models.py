@@ -23,7 +23,6 @@ why.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import functools
@@ -400,8 +399,7 @@ def select(names: str | None) -> dict[str, Model]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = results.parser("models", __doc__)
     parser.add_argument("--models", help='comma-separated parts of names, in any case: "dit,flux"')
     parser.add_argument("--variants", default=",".join(USUAL),
                         help=f"comma-separated, of {', '.join(VARIANTS)}")  # fmt: skip

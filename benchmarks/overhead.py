@@ -13,7 +13,6 @@ print their times alone.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import importlib
@@ -76,12 +75,6 @@ def labels(prefix: str) -> dict[str, str]:
     return {f"{prefix}{name}": forms[name].format(norm.name) + order for name in norm.variants}
 
 
-def around(name: str) -> contextlib.AbstractContextManager[Any]:
-    """What a variant's calls run inside."""
-    package: Any = importlib.import_module("fused_layernorm")
-    return package.override_aten() if name.endswith("override") else contextlib.nullcontext()
-
-
 class PassedOn(TorchFunctionMode):
     """A mode that is not PyTorch's own, and changes nothing."""
 
@@ -122,6 +115,9 @@ class Chain:
                                for t in (self.x, self.dy))  # fmt: skip
         self.halves = [self.x.bfloat16().requires_grad_() for _ in self.norms]
         self.x.requires_grad_(not any(True for _ in self.norms[0].parameters()))
+        package: Any = importlib.import_module("fused_layernorm")
+        is_override = variant == "override"
+        self.around = package.override_aten if is_override else contextlib.nullcontext
 
     def run(self) -> torch.Tensor:
         y = self.x
@@ -135,6 +131,10 @@ class Chain:
             return [norm(x) for norm, x in zip(self.norms, self.halves, strict=True)]
 
     def visit(self, measure: Measure) -> dict[str, float]:
+        with self.around():
+            return self._visit(measure)
+
+    def _visit(self, measure: Measure) -> dict[str, float]:
         """Microseconds a layer of each way of calling, each measured once.
 
         "no_grad" and "inference" are forward alone, "grad" is forward with gradients, "backward"
@@ -176,9 +176,8 @@ def make_chains(norms: Sequence[str] = tuple(NORMS)) -> dict[str, Chain]:
     names = [(prefix, variant) for prefix in norms for variant in NORMS[prefix].variants
              if timing.DEVICE == "cuda" or variant != "override"]  # fmt: skip
     chains = {f"{prefix}{variant}": Chain(NORMS[prefix], variant) for prefix, variant in names}
-    for name, chain in chains.items():
-        with around(name):
-            chain.visit(host_us)
+    for chain in chains.values():
+        chain.visit(host_us)
     return chains
 
 
@@ -187,14 +186,13 @@ def call_overhead(chains: dict[str, Chain], rounds: int) -> dict[str, dict[str, 
 
     The keys of an entry are "ours_us", "ours_best_us", "rms_ours_us" and so on.
     """
-    host: dict[str, list[dict[str, float]]] = {name: [] for name in chains}
-    with timing.quiet():
-        for name in timing.turns(tuple(chains), rounds):
-            with around(name):
-                chains[name].visit(host_us)  # warms up after the switch
-                host[name].append(chains[name].visit(host_us))
+
+    def measure(name: str) -> dict[str, float]:
+        chains[name].visit(host_us)  # warms up after the switch
+        return chains[name].visit(host_us)
+
     entries: dict[str, dict[str, float]] = {}
-    for name, visits in host.items():
+    for name, visits in timing.in_turns(tuple(chains), rounds, measure).items():
         for way in visits[0]:
             times = timing.summary(name, [visit[way] for visit in visits])
             entries[way] = entries.get(way, {}) | times
@@ -245,19 +243,15 @@ def measure(rounds: int = ROUNDS) -> dict[str, Any]:
     overhead = call_overhead(chains, rounds)
     entries = []
     for entry, calls in make_steps():
-        walls: dict[str, list[float]] = {key: [] for key in calls}
-        with timing.quiet():
-            for key in timing.turns(tuple(calls), rounds):
-                walls[key].append(timing.wall_time(calls[key]))
+        walls = timing.in_turns(tuple(calls), rounds, lambda key: timing.wall_time(calls[key]))  # noqa: B023
         for key, times in walls.items():
             entry |= timing.summary(key, times)
         entries.append(entry)
 
     # The profiler may leave the host slower than it was: it comes last.
     for name, chain in chains.items():
-        with around(name):
-            for way, us in chain.visit(device_us).items():
-                overhead[way][f"{name}_device_us"] = round(us, 3)
+        for way, us in chain.visit(device_us).items():
+            overhead[way][f"{name}_device_us"] = round(us, 3)
     for entry, (_, calls) in zip(entries, make_steps(), strict=True):
         for key, steps in calls.items():
             us, _ = device_us(lambda steps=steps: [step() for step in steps])  # type: ignore[misc]
@@ -297,8 +291,7 @@ def steps_text(entries: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = results.parser("overhead", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of every measurement")
     parser.add_argument(

@@ -5,12 +5,12 @@ python -m benchmarks.report [FILE]    prints the page, by default of the results
 python -m benchmarks.report --write   writes the README's tables, docs/benchmarks.md, the pictures
 python -m benchmarks.report --check   fails if these are not made from the results files
 
-README and page show the results that were measured last; those of other code are left out.
+README and page show the results that were measured last; those of other code are left out. A part
+of the page is a list of blocks of Markdown, which blank lines separate.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import re
 import statistics
@@ -67,10 +67,19 @@ OTHERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN"
 # --- words and numbers ----------------------------------------------------------------------------
 
 
-def table(header: list[str], rows: Iterable[list[str]], left: int) -> list[str]:
+def table(header: list[str], rows: Iterable[list[str]], left: int) -> str:
     """A Markdown table whose first `left` columns are text and the others numbers."""
     rule = "|".join("-" if i < left else "-:" for i in range(len(header)))
-    return [f"| {' | '.join(header)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]
+    lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+
+
+def bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def code(text: str) -> str:
+    return f"```\n{text}\n```"
 
 
 def title(op: str) -> str:
@@ -91,17 +100,17 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f}%"
 
 
-def size(row: Row) -> str:
-    """Rows x columns, or samples x tokens x columns of a modulated norm."""
-    return " x ".join(f"{extent:,}" for extent in results.case_of(row).shape)
+def extents(shape: Iterable[int]) -> str:
+    return " x ".join(f"{extent:,}" for extent in shape)
 
 
-def types_of(row: Row) -> str:
-    """The dtypes of a row in words: "bfloat16", "bfloat16, weights float32, y float32"."""
+def named(row: Row) -> list[str]:
+    """A row's shape (rows x columns, or samples x tokens x columns of a modulated norm), and its
+    dtypes in words: "bfloat16", "bfloat16, weights float32, y float32"."""
     others = (("weight", "weights"), ("out", "y"), ("modulation", "modulation"))
     words = [f"{name} {row[f'{key}_dtype']}" for key, name in others if row.get(f"{key}_dtype")]
     per = ["per token"] if row.get("modulation") == PER_TOKEN else []
-    return ", ".join([row["dtype"], *words, *per])
+    return [extents(results.case_of(row).shape), ", ".join([row["dtype"], *words, *per])]
 
 
 def on_day(part: dict[str, Any]) -> str:
@@ -123,8 +132,8 @@ def newest(reports: list[Report]) -> tuple[Report, list[str]]:
     if not reports:
         return {}, []
     report, *others = sorted(reports, key=lambda report: report["date"], reverse=True)
-    code = report["csrc_sha256"]
-    gone = [part for part in PARTS if report.get(part, {}).get("csrc_sha256", code) != code]
+    of_code = report["csrc_sha256"]
+    gone = [part for part in PARTS if report.get(part, {}).get("csrc_sha256", of_code) != of_code]
     left_out = [f"the results of the {other['device']}" for other in others]
     left_out += [f"{part}, which was measured on other code" for part in gone]
     gone += ["call_overhead", "training_step"] if "overhead_stamp" in gone else []
@@ -148,28 +157,25 @@ def readme_blocks(report: Report) -> dict[str, str]:
     if not report:
         return dict.fromkeys(("models", "norms"), NO_RESULTS)
     steps = steps_of(report)
-    models = [*steps_table(steps), "", of_card(report, report["models"])] if steps else []
-    picture = []
-    if plot.bars(steps):
-        picture = [f"![Steps of models]({plot.STEPS.relative_to(results.ROOT)})", ""]
-    return {"models": "\n".join(models), "norms": "\n".join([*picture, *norms_table(report)])}
+    models = [*steps_table(steps), of_card(report, report["models"])] if steps else []
+    picture = [f"![Steps of models]({plot.STEPS.relative_to(results.ROOT)})"]
+    norms = [*(picture if plot.bars(steps) else []), *norms_table(report)]
+    return {"models": "\n\n".join(models), "norms": "\n\n".join(norms)}
 
 
 def norms_table(report: Report) -> list[str]:
     """A few norms, forward and backward, against copy speed, eager PyTorch and torch.compile."""
-    found = {(row["op"], results.case_of(row).shape, types_of(row)): row for row in report["rows"]}
+    found = {(row["op"], *named(row)): row for row in report["rows"]}
     body: list[list[str]] = []
     for what, shape, dtype, op in README_ROWS:
-        rows = [found.get((f"{op}{way}", shape, SHORT_NAMES[dtype]), {}) for way in WAYS]
+        size = extents(shape)
+        rows = [found.get((f"{op}{way}", size, SHORT_NAMES[dtype]), {}) for way in WAYS]
         if any("ours_us" in row for row in rows):
-            extents = " x ".join(f"{extent:,}" for extent in shape)
-            body.append([what, f"{extents} {dtype}", *map(readme_cell, rows)])
+            body.append([what, f"{size} {dtype}", *map(readme_cell, rows)])
     return [
         "Each cell: the time on the GPU, its share of the speed of copying such a tensor, and how "
         "many times faster that is than eager PyTorch and than `torch.compile`.",
-        "",
-        *table(["", "tensor", "forward", "backward"], body, left=2),
-        "",
+        table(["", "tensor", *WAYS], body, left=2),
         of_card(report, report),
     ]
 
@@ -195,18 +201,15 @@ def steps_table(steps: list[tuple[str, dict[str, Row]]]) -> list[str]:
     body = []
     for name, rows in steps:
         fastest = min(rows[variant]["wall_ms"] for variant in shown if variant in rows)
-        cells = []
-        for row in map(rows.get, shown):
-            said = "-" if row is None else step_cell(row)
-            cells.append(f"**{said}**" if row and row["wall_ms"] == fastest else said)
-        body.append([name, *cells])
+        bold = {variant: "**" * (row["wall_ms"] == fastest) for variant, row in rows.items()}
+        body.append([name, *(f"{bold[variant]}{step_cell(rows[variant])}{bold[variant]}"
+                             if variant in rows else "-" for variant in shown)])  # fmt: skip
     memory = any("peak_gib" in row for _, rows in steps for row in rows.values())
     return [
         "A step of a model: what it works through in a second, or its wall time"
         + (", and in brackets the most memory that it took" if memory else "")
         + ". All variants of a model were measured in one run.",
-        "",
-        *table(["", *(TITLES[variant] for variant in shown)], body, left=1),
+        table(["", *(TITLES[variant] for variant in shown)], body, left=1),
     ]
 
 
@@ -228,7 +231,7 @@ def frameworks_blocks(report: Report) -> dict[str, str]:
     if not body:
         return {"liger": NO_RESULTS}
     lines = table(["", *(TITLES[variant] for variant in shown)], body, left=1)
-    return {"liger": "\n".join([*lines, "", of_card(report, report["models"])])}
+    return {"liger": f"{lines}\n\n{of_card(report, report['models'])}"}
 
 
 def with_blocks(report: Report) -> dict[Path, str]:
@@ -270,11 +273,10 @@ def measured(report: Report, left_out: list[str]) -> list[str]:
         ["whole models", days["models"]],
         ["`csrc_sha256`", report["csrc_sha256"][:16]],
     ]
-    lines = ["# Benchmarks", "", *table(["", report["device"]], body, left=2), ""]
+    blocks = ["# Benchmarks", table(["", report["device"]], body, left=2)]
     for what, found in (("Not measured", said), ("Left out", left_out)):
-        if found:
-            lines += [f"{what}:", "", *(f"- {line}" for line in found), ""]
-    return lines
+        blocks += [f"{what}:", bullets(found)] if found else []
+    return blocks
 
 
 def alike(lines: Iterable[str]) -> list[str]:
@@ -303,22 +305,17 @@ def at_a_glance(report: Report) -> list[str]:
             body.append([title(op), str(len(shares)), said, ", ".join(faster)])
     return [
         "## At a glance",
-        "",
         f"Tensors of {SMALLEST >> 20} MB and more: the median of the cases, and in brackets the "
         "least. *Of copy speed* is the least number of bytes that the operator must move, over "
         "its time, as a share of what an elementwise copy of the same tensor reaches in the same "
         "run. A peer stands where it was timed.",
-        "",
-        *table(["operator", "cases", "of copy speed", "times faster than"], body, left=1),
-        "",
+        table(["operator", "cases", "of copy speed", "times faster than"], body, left=1),
         f"![Every case]({plot.path_of(report).relative_to(plot.STEPS.parent).as_posix()})",
-        "",
         "All times are device times in microseconds unless a table says otherwise: the median over "
         "replays of a CUDA graph that works through distinct random inputs, which together are "
         "larger than the L2 cache. This page is made by `python -m benchmarks.report --write`; "
         "without `--write` it says whether the results are of the checkout's csrc/. "
         "[CONTRIBUTING](contributing.md) says how to measure.",
-        "",
     ]
 
 
@@ -329,7 +326,7 @@ def falls_short(report: Report) -> list[str]:
     """
     slow, beaten = [], []
     for row in (row for row in report["rows"] if "ours_us" in row):
-        name = [title(row["op"]), size(row), types_of(row)]
+        name = [title(row["op"]), *named(row)]
         rare = results.case_of(row).target is None or row["cols"] % 8 != 0
         part = share(row)
         if part is not None and large(row) and round(part, 2) < SHORT_OF_COPY:
@@ -342,54 +339,46 @@ def falls_short(report: Report) -> list[str]:
 
     def listed(more: list[str], found: list[Any]) -> list[str]:
         if not found:
-            return ["None.", ""]
+            return ["None."]
         rest = len(found) - LISTED
         shown = [line for _, line in sorted(found)[:LISTED]]
         lines = table(["operator", "rows x columns", "dtype", *more], shown, left=3)
-        return [*lines, "", *([f"And {rest} more, in the tables below.", ""] if rest > 0 else [])]
+        return [lines, *([f"And {rest} more, in the tables below."] if rest > 0 else [])]
 
     sweeps = [(name, other) for name, other in SWEEPS if name in report]
     return [
         "## What falls short",
-        "",
         f"Tensors of {SMALLEST >> 20} MB and more below {SHORT_OF_COPY:.0%} of copy speed, those "
         "of known models first. The [tuning log](tuning-log.md) says what bounds each.",
-        "",
         *listed(["of copy speed"], slow),
         "Cases in which something else is faster:",
-        "",
         *listed(["what", "ours", "its time", "its part of ours"], beaten),
-        *(line for name, other in sweeps for line in swept(report[name], other, len(sweeps))),
+        *(block for name, other in sweeps for block in swept(report[name], other, len(sweeps))),
     ]
 
 
 def swept(sweep: dict[str, Any], other: str, sweeps: int = 1) -> list[str]:
     """How many points of a sweep, one of `sweeps`, are slower than `other`, and the least gains."""
-    body = [
-        [title(row["op"]), size(row), types_of(row), us(row["ours_us"]), us(row[f"{other}_us"]),
-         times(row[f"{other}_us"], row["ours_us"])]
-        for row in sweep["worst"][: SWEPT // sweeps]
-    ]  # fmt: skip
-    header = ["operator", "rows x columns", "dtype", "ours", other, f"x {other}"]
+    pairs = [(row, row["ours_us"], row[f"{other}_us"]) for row in sweep["worst"][: SWEPT // sweeps]]
+    body = [[title(row["op"]), *named(row), us(ours), us(its), times(its, ours)]
+            for row, ours, its in pairs]  # fmt: skip
     return [
         f"Of {sweep['points']:,} shapes timed against {OTHERS[other]}, forward and backward, "
         f"{sweep['slower'] or 'none'} {'are' if sweep['slower'] > 1 else 'is'} slower "
         f"({on_day(sweep)}). The least gain:",
-        "",
-        *table(header, body, left=3),
-        "",
+        table(["operator", "rows x columns", "dtype", "ours", other, f"x {other}"], body, left=3),
     ]
 
 
 def cases(report: Report) -> list[str]:
     """A table for each family of operators, with forward and backward of a case side by side."""
-    families: dict[str, dict[tuple[str, str], dict[str, Row]]] = {}
+    families: dict[str, dict[tuple[str, ...], dict[str, Row]]] = {}
     for row in report["rows"]:
         if "ours_us" in row:
             family = row["op"].removesuffix(WAYS[1]).removesuffix(WAYS[0])
-            of_case = families.setdefault(family, {}).setdefault((size(row), types_of(row)), {})
+            of_case = families.setdefault(family, {}).setdefault(tuple(named(row)), {})
             of_case[row["op"].removeprefix(family)] = row
-    lines = ["## Every case", "", "Each cell: microseconds, of copy speed, times faster than.", ""]
+    blocks = ["## Every case", "Each cell: microseconds, of copy speed, times faster than."]
     for family, found in families.items():
         names = other_keys(row for rows in found.values() for row in rows.values())
 
@@ -408,8 +397,8 @@ def cases(report: Report) -> list[str]:
         header = ["samples x tokens x columns" if modulated else "rows x columns", "dtype", "copy"]
         header += [f"{way}: {what}" for way in WAYS]
         heading = title(f"{family}forward").removesuffix(", forward")
-        lines += [f"### {heading}", "", *table(header, body, left=2), ""]
-    return lines
+        blocks += [f"### {heading}", table(header, body, left=2)]
+    return blocks
 
 
 def host(report: Report) -> list[str]:
@@ -417,11 +406,10 @@ def host(report: Report) -> list[str]:
     if "call_overhead" not in report:
         return []
     said = "The median, in brackets the best, and the ratio to PyTorch's module"
-    lines = ["## Host time", "", f"{said} ({on_day(report['overhead_stamp'])}):", "", "```"]
-    lines += overhead_text(report["call_overhead"]).splitlines()
-    if steps := report.get("training_step"):
-        lines += ["", *steps_text(steps).splitlines()]
-    return [*lines, "```", ""]
+    steps = report.get("training_step")
+    texts = [overhead_text(report["call_overhead"]), *([steps_text(steps)] if steps else [])]
+    day = on_day(report["overhead_stamp"])
+    return ["## Host time", f"{said} ({day}):", code("\n\n".join(texts))]
 
 
 def models(report: Report) -> list[str]:
@@ -433,28 +421,21 @@ def models(report: Report) -> list[str]:
     body = []
     for row in part["rows"]:
         base = stock.get((row["model"], row["mode"]), {}) if row["variant"] != "eager" else {}
-        cells = []
+        line = [row["model"], row["mode"], TITLES.get(row["variant"], row["variant"])]
         for key in ("wall_ms", "device_ms", "layer_norm_ms", "peak_gib"):
             value, of = row.get(key), base.get(key)
-            cells.append(
-                f"{us(value)} ({value / of:.2f})" if value is not None and of else us(value)
-            )
-        named = [row["model"], row["mode"], TITLES.get(row["variant"], row["variant"])]
-        body.append([*named, *cells, str(row.get("kernels", "-"))])
+            line.append(us(value) + (f" ({value / of:.2f})" if value is not None and of else ""))
+        body.append([*line, str(row.get("kernels", "-"))])
     header = ["model", "mode", "variant", "wall", "device", "of it norms", "GiB", "kernels"]
-    lines = [
+    said = part.get("skipped")
+    return [
         "## Whole models",
-        "",
         "Milliseconds a step, in brackets as a ratio to the stock model in eager mode: the wall "
         "time, which on a shared host says little, the time of all kernels on the device, and the "
         f"most memory that a step took ({on_day(part)}).",
-        "",
-        *table(header, body, left=3),
-        "",
+        table(header, body, left=3),
+        *(["Left out:", bullets(said)] if said else []),
     ]
-    if said := part.get("skipped"):
-        lines += ["Left out:", "", *(f"- {line}" for line in said), ""]
-    return lines
 
 
 def on_cpu(report: Report) -> list[str]:
@@ -463,9 +444,9 @@ def on_cpu(report: Report) -> list[str]:
     if not found or found["cpu"]["csrc_sha256"] != report["csrc_sha256"]:
         return []
     part = found["cpu"]
-    said = overhead_text(part["call_overhead"]).splitlines()
     head = f"## {found['device']}, torch {found['torch']}"
-    return [head, "", f"Host times without a GPU ({on_day(part)}):", "", "```", *said, "```", ""]
+    said = f"Host times without a GPU ({on_day(part)}):"
+    return [head, said, code(overhead_text(part["call_overhead"]))]
 
 
 def page(report: Report, left_out: list[str]) -> str:
@@ -473,8 +454,8 @@ def page(report: Report, left_out: list[str]) -> str:
     if not report:
         return f"# Benchmarks\n\n{NO_RESULTS}\n"
     parts = (at_a_glance, falls_short, cases, host, models, on_cpu)
-    lines = [*measured(report, left_out), *(line for part in parts for line in part(report))]
-    return "\n".join(lines).rstrip() + "\n"
+    blocks = [*measured(report, left_out), *(block for part in parts for block in part(report))]
+    return "\n\n".join(blocks) + "\n"
 
 
 # --- the files ------------------------------------------------------------------------------------
@@ -505,8 +486,7 @@ def outdated(texts: dict[Path, str], wanted: dict[Path, tuple[str, Any]]) -> lis
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = results.parser("report", __doc__)
     parser.add_argument("results", nargs="?", type=Path)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--check", action="store_true")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import hashlib
 import importlib
@@ -19,6 +20,13 @@ from benchmarks.cases import KNOWN, Case
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """The parser of a command, whose help is the docstring of its module."""
+    raw = argparse.RawDescriptionHelpFormatter
+    name = f"python -m benchmarks.{module}"
+    return argparse.ArgumentParser(prog=name, description=doc, formatter_class=raw)
 
 
 def csrc_sha256(root: Path = ROOT) -> str:

@@ -9,7 +9,6 @@ time is the median of the rounds.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import timing
+from benchmarks import results, timing
 from benchmarks.cases import Case, parse_case
 from benchmarks.ours import make_inputs
 from benchmarks.providers import Backward
@@ -78,16 +77,17 @@ def measure(rows: int, cols: int, name: str, dtype: str, rounds: int) -> dict[st
     case = case_of(rows, cols, name, dtype)
     t = make_inputs(case, limit=1)[0]
     runs = {variant: compiled(case, name, variant) for variant in VARIANTS}
-    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for number, variant in enumerate(timing.turns(VARIANTS, rounds + 1)):
+
+    def step(variant: str) -> float:
         kernels = timing.kernels_of(Backward(runs[variant], case, t))  # forward, too
-        if number >= len(VARIANTS):  # the first round compiles
-            times[variant].append(sum(kernel.us for kernel in kernels))
-    return {variant: statistics.median(found) for variant, found in times.items()}
+        return sum(kernel.us for kernel in kernels)
+
+    times = timing.in_turns(VARIANTS, rounds + 1, step)  # the first round compiles
+    return {variant: statistics.median(found[1:]) for variant, found in times.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = results.parser("rules", __doc__)
     parser.add_argument("--cols", type=int, nargs="*", help="of SHAPES, those of these columns")
     parser.add_argument("--surroundings", nargs="*", choices=list(SURROUNDINGS))
     parser.add_argument("--dtype", default="bfloat16")

@@ -12,7 +12,6 @@ only where --output names one: numbers of two runs never stand in one table.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import multiprocessing
@@ -121,11 +120,7 @@ def run_cases(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.run",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = results.parser("run", __doc__)
     parser.add_argument("--providers", help="comma-separated; all that are installed if not given")
     parser.add_argument("--ops", help=f"comma-separated: {', '.join(OPS)}")
     parser.add_argument("--rows", help='part of a case\'s name, e.g. "32768x1024" or "float32"')

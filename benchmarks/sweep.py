@@ -15,7 +15,6 @@ more than 10% from L2, is missed. The results file gets the slower points, at le
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import os
@@ -163,8 +162,7 @@ def sweep(cases: list[Case], seconds: float, other: str = "eager") -> dict[str, 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = results.parser("sweep", __doc__)
     parser.add_argument("--budget-seconds", type=float, default=230)
     parser.add_argument("--compile", type=int, metavar="POINTS", help="against torch.compile")
     parser.add_argument("--groups", action="store_true", help="odd shapes of group norms")

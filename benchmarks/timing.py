@@ -20,11 +20,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 Call = Callable[[], Any]
+T = TypeVar("T")
 
 # One replay lasts about this long: long enough to hide what a graph launch costs.
 REPLAY_SECONDS = 1e-3
@@ -204,6 +205,15 @@ def quiet() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def in_turns(names: Sequence[str], rounds: int, measure: Callable[[str], T]) -> dict[str, list[T]]:
+    """What is measured of every name in each of the rounds, by name."""
+    found: dict[str, list[T]] = {name: [] for name in names}
+    with quiet():
+        for name in turns(names, rounds):
+            found[name].append(measure(name))
+    return found
 
 
 def summary(name: str, times: Sequence[float], unit: str = "us") -> dict[str, float]:

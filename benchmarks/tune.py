@@ -16,7 +16,6 @@ first then takes some 5% longer: plans that load in different ways are better ti
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -25,7 +24,7 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks import providers, timing
+from benchmarks import providers, results, timing
 from benchmarks.cases import Case, parse_case
 from benchmarks.ours import make_inputs, ours, require_kernels, time_calls
 
@@ -159,8 +158,7 @@ def plan_of(case: Case, device: dict[str, int]) -> Plan:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = results.parser("tune", __doc__)
     parser.add_argument("lines", nargs="*", metavar="CASE | FORCE | ...")
     parser.add_argument("--force", action="append", default=[], help="options tried on every case")
     parser.add_argument("--list", action="store_true", help="print the options, time nothing")

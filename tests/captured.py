@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions run through the graph pass, and compared with themselves run eagerly."""
+"""Functions run through the graph pass, and compared with themselves run eagerly.
 
+A function is the lines of a model (`model`), of operands by name (`tensors`, `images`).
+"""
+
+import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+import fused_layernorm as fl
 from fused_layernorm.compile import graph_pass
 
 B, S, D = 2, 5, 24
+N, C, H, W, G = 2, 12, 4, 6, 3  # of images, and the groups of their channels
 
 
 def run(function, *args, then="eager", dynamic=None):
@@ -52,17 +58,30 @@ def tensors(dtype=torch.float32, modulation_dtype=None, device="cpu", parameter_
     }
 
 
+def images(dtype=torch.float32):
+    """The operands of norms of groups."""
+    shapes = {"x": (N, C, H, W), "weight": (C,), "bias": (C,), "mod": (N, 2 * C)}
+    return {name: torch.randn(s).to(dtype).requires_grad_() for name, s in shapes.items()}
+
+
+def detached(t):
+    """The operands without gradients, each in memory of its own."""
+    return {name: tensor.detach().clone() for name, tensor in t.items()}
+
+
 def outputs_and_gradients(function, t, call=None):
+    """The results, and the gradients of the operands that ask for one."""
     for tensor in t.values():
         tensor.grad = None
     outputs = (call or function)(t)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator(outputs[0].device).manual_seed(1)
-    loss = sum(
+    loss: Any = sum(
         (out * torch.randn(out.shape, generator=generator, device=out.device)).sum()
         for out in outputs
     )
-    loss.backward()
+    if loss.requires_grad:
+        loss.backward()
     gradients = {name: tensor.grad for name, tensor in t.items()}
     return [out.detach() for out in outputs], gradients
 
@@ -114,20 +133,56 @@ def llama(x, weight=None, bias=None):
     return wide.to(x.dtype) if weight is None else weight * wide.to(x.dtype)
 
 
+def groups(x, weight=None, bias=None):
+    return F.group_norm(x, G, weight, bias, 1e-6)
+
+
 def model(text, norm=layer, **others):
     """A function of tensors(), from the lines of a model, the last of which is its result.
 
     They know the tensors by name, `norm`, the first three of the six chunks of mod, which are
-    shift, scale and gate, and the others by their names.
+    shift, scale and gate (of images() the two of mod), and the others by their names.
     """
     *lines, result = text.split("; ")
     names = [name for name in ("x", "residual", "weight", "bias", "mod") if name in text]
     chunked = any(name in text for name in ("shift", "scale", "gate")) and "*_ =" not in text
     names += ["mod"] * (chunked and "mod" not in names)
     body = [f"{name} = t[{name!r}]" for name in names]
-    body += ["shift, scale, gate, *_ = mod.unsqueeze(1).chunk(6, dim=-1)"] * chunked
-    source = "def function(t):\n " + "\n ".join([*body, *lines, f"return {result}"])
-    namespace: dict[str, Any] = {"torch": torch, "F": F, "norm": norm, "B": B, "S": S, "D": D}
-    namespace |= others
+    chunks = "shift, scale, gate, *_ = mod.unsqueeze(1).chunk(6, dim=-1)"
+    chunks = "shift, scale = mod[:, :, None, None].chunk(2, dim=1)" if norm is groups else chunks
+    source = "def function(t):\n " + "\n ".join(
+        [*body, *[chunks] * chunked, *lines, f"return {result}"]
+    )
+    namespace: dict[str, Any] = {"torch": torch, "F": F, "fl": fl, "norm": norm}
+    namespace |= {"B": B, "S": S, "D": D, "G": G, "C": C, **others}
     exec(source, namespace)
     return namespace["function"]
+
+
+# ---- The functions of torch.nn.functional that may write in place, by their signatures -----------
+
+
+def with_inplace(module: Any, of: Any = lambda value: value) -> list[str]:
+    """The names in a module of what has an argument `inplace`."""
+    found = [(name, of(getattr(module, name))) for name in dir(module)]
+    return [
+        name
+        for name, value in found
+        if inspect.isfunction(value) and "inplace" in inspect.signature(value).parameters
+    ]
+
+
+FUNCTIONS = with_inplace(F)
+
+
+def by_position(name: str, inplace: bool, training: bool = False) -> tuple[Any, ...]:
+    """A function, and its arguments behind the first one, given by position as modules do."""
+    function = getattr(F, name)
+    given: list[Any] = []
+    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        value = 0.5 if parameter.default is inspect.Parameter.empty else parameter.default
+        value = {"inplace": inplace, "training": training}.get(parameter.name, value)
+        given.append(value)
+        if parameter.name == "inplace":
+            break
+    return function, *given

@@ -10,11 +10,10 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from captured import model, run, tensors
+from captured import FUNCTIONS, by_position, detached, model, run, tensors, with_inplace
 from compiling import afresh, everywhere  # noqa: F401
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from writing import FUNCTIONS, by_position, with_inplace
 
 from fused_layernorm.compile.effects import written
 
@@ -43,9 +42,8 @@ BETWEEN = {
 
 def compare(text, act):
     """A program's results by the pass and eagerly, and the pass's rows."""
-    # Not leaves: they are written into.
-    t = {name: tensor.detach().clone() for name, tensor in tensors().items()}
-    copies = {name: tensor.clone() for name, tensor in t.items()}
+    t = detached(tensors())  # no leaves: they are written into
+    copies = detached(t)
     function = model(text, act=act)
     torch.manual_seed(1)
     expected = function(copies)

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from captured import FUNCTIONS, by_position
 from compiling import afresh  # noqa: F401
 from torch.fx import Graph, GraphModule, Proxy
 from torch.fx.node import map_aggregate
-from writing import FUNCTIONS, by_position
 
 from fused_layernorm.compile import graph_pass, rules
 
