@@ -680,7 +680,7 @@ def check_strategy(plans, problem, lengths, *, leading=None, backward=True, **ho
         assert plan["strategy"] == strategy.split()[0]
         try:
             check(p, "cuda", backward=backward, **how)
-        except ValueError as error:
+        except (RuntimeError, ValueError) as error:
             # With a residual of another type the operator's problem is not the one that is planned.
             if "cannot run" not in str(error) or p.residual_dtype in (None, p.dtype):
                 raise

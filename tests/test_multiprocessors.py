@@ -77,7 +77,9 @@ def test_margins_that_cannot_be():
     ):
         with pytest.raises(error, match=words):
             fl.sm_margin(n)  # type: ignore[arg-type]
-    with fl.sm_margin(132), pytest.raises(ValueError, match="fewer multiprocessors than the 132"):
+    # torch 2.15 makes a RuntimeError of an operator's std::invalid_argument, others a ValueError.
+    refused = pytest.raises((RuntimeError, ValueError), match="fewer multiprocessors than the 132")
+    with fl.sm_margin(132), refused:
         current()
     assert current() == 0
 

@@ -174,7 +174,7 @@ def test_every_kernel(problem):
     t = numerics.make(problem, "cuda")
     try:
         numerics.ours(t, backward=not is_forward)
-    except ValueError as error:  # chips before Hopper have no rings
+    except (RuntimeError, ValueError) as error:  # chips before Hopper have no rings
         if "cannot run" not in str(error):
             raise
         pytest.skip(str(error))
