@@ -17,8 +17,8 @@ A new family of norms is a subclass of Call, here or in families.py, with
 
 and what is not as by default: dtype_of, OF_ROWS (results that do not depend on a row's batch),
 LIKE (whose strides a result has), SLACK, rounding_of, few. Its problems then stand in the lists of
-families.py: SMALL, and KERNELS with one for every strategy. test_every_norm.py and test_beside.py
-run those; sizes at both sides of each limit are a list for check() in a file of its own.
+families.py, which test_every_norm.py runs, in those of test_accuracy.py, which have both sides of
+each limit, and in test_beside.py and test_sanitizers.py, with one for every strategy.
 """
 
 import contextlib
