@@ -51,6 +51,13 @@ NO_NORM: Any = {"statistic": None, "q_weight": None, "k_weight": None}
 
 # Functions, the error, how its sentence goes on after "expected", and what is wrong.
 PLAIN, BOTH, ADDS = "layer_norm", "layer_norm rms_norm", "add_layer_norm add_ada_layer_norm"
+Row = tuple[type[Exception], str, dict[str, Any]]
+
+
+def of(names, rows: list[Row], **given) -> list[Any]:
+    return [(names, error, sentence, given | wrong) for error, sentence, wrong in rows]
+
+
 ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     # ---- Of several functions.
     ("layer_norm rms_norm ada_layer_norm rms_norm_gated group_norm qk_norm_rope", V,
@@ -117,7 +124,7 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
      {"input": ((4, 8), F16), "weight": ((8,), BF16)}),
     *((PLAIN, V, f"{ACTIVATIONS} or 'relu', got '{wrong}'", {"activation": wrong})
       for wrong in ("tanh", "leaky_relu")),
-    *((BOTH, error, sentence, IMAGE | wrong) for error, sentence, wrong in [
+    *of(BOTH, [
         (T, "dim to be an int, got list", {"dim": [1]}),
         (IndexError, "dim from -4 to 3 for input of 4 dimensions, got 4", {"dim": 4}),
         (V, "dim or normalized_shape, got both of them", {"dim": 1, "normalized_shape": (6,)}),
@@ -125,7 +132,7 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
         (R, f"{OF_CHANNELS} [6, 4]", {"dim": 1, "weight": ((6, 4), F32)}),
         (R, "weight of dtype float32 beside input of float32, got float16",
          {"dim": 1, "weight": ((6,), F16)}),
-    ]),
+    ], **IMAGE),
     *(("rms_norm", V, ONLY_LAST, {"weight": None, "group_size": 4, **other})
       for other in ({"normalized_shape": (4, 8)}, {"dim": 0})),
     ("rms_norm", R, f"{OF_WEIGHT} [4]", {"input": W, "weight": ((4,), F32), "group_size": 4}),
@@ -134,16 +141,15 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
      {"residual": ((4, 8), INT)}),
     ("add_layer_norm", R, f"weight {BESIDE_A_STREAM}, got float64",
      {"input": ((4, 8), BF16), "weight": ((8,), F64)}),
-    *(("add_layer_norm", error, sentence, {"gate": W, **wrong, **options})
-      for error, sentence, wrong in [
-          (T, "residual to be a tensor, got NoneType", {"residual": None}),
-          (T, "gate to be a tensor, got float", {"gate": 1.0}),
-          (R, f"gate {BROADCASTS} [3, 8]", {"gate": ((3, 8), F32)}),
-          (R, "gate of dtype float32 beside input and residual of float32 and float32, got float16",
-           {"gate": ((8,), F16)}),
-          (V, "normalized_shape, weight or bias, got none of them", {"weight": None}),
-          (R, f"{OF_WEIGHT} [3]", {"weight": ((3,), F32)}),
-      ] for options in ({}, {"activation": "gelu"})),
+    *(row for options in ({}, {"activation": "gelu"}) for row in of("add_layer_norm", [
+        (T, "residual to be a tensor, got NoneType", {"residual": None}),
+        (T, "gate to be a tensor, got float", {"gate": 1.0}),
+        (R, f"gate {BROADCASTS} [3, 8]", {"gate": ((3, 8), F32)}),
+        (R, "gate of dtype float32 beside input and residual of float32 and float32, got float16",
+         {"gate": ((8,), F16)}),
+        (V, "normalized_shape, weight or bias, got none of them", {"weight": None}),
+        (R, f"{OF_WEIGHT} [3]", {"weight": ((3,), F32)}),
+    ], gate=W, **options)),
     # ---- With modulations.
     ("ada_layer_norm", R, f"shift {BROADCASTS} [3, 8]", {"shift": ((3, 8), F32)}),
     ("ada_layer_norm", R, f"scale {BROADCASTS.replace('4', '1')} [4, 8]",
@@ -162,7 +168,7 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("add_ada_layer_norm", R, f"gate {BESIDE_A_STREAM}, got float16",
      {"input": ((4, 8), BF16), "gate": ((8,), F16)}),
     # ---- Gated.
-    *(("rms_norm_gated", error, sentence, wrong) for error, sentence, wrong in [
+    *of("rms_norm_gated", [
         (R, f"{OF_GATE} [4, 1]", {"gate": ((4, 1), F32)}), (R, f"{OF_GATE} [8]", {"gate": W}),
         (T, "gate to be a tensor, got NoneType", {"gate": None}),
         (NONE, f"gate of dtype {FLOATS}, got int64", {"gate": ((4, 8), INT)}),
@@ -182,7 +188,7 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
          {"input": ((), F32), "gate": ((), F32), "weight": None}),
     ]),
     # ---- Of groups of channels.
-    *(("group_norm", error, sentence, wrong) for error, sentence, wrong in [
+    *of("group_norm", [
         (R, "num_groups that divides the 6 channels of input, got 4", {"num_groups": 4}),
         (R, "num_groups of at least 1, got 0", {"num_groups": 0}),
         (R, "num_groups of at least 1, got -2", {"num_groups": -2}),
@@ -208,7 +214,7 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("ada_group_norm", R, "shift of dtype float32 beside input of float32, got float64",
      {"shift": ((4, 6), F64)}),
     # ---- Of heads.
-    *(("qk_norm_rope", error, sentence, wrong) for error, sentence, wrong in [
+    *of("qk_norm_rope", [
         (R, "q of four dimensions, (batch, positions, heads, columns) or with seq_dim=2 (batch, "
          "heads, positions, columns), got shape [3, 4, 8]", {"q": ((3, 4, 8), F32)}),
         (NONE, f"q of dtype {FLOATS}, got int64", {"q": ((2, 3, 4, 8), INT)}),
