@@ -22,6 +22,7 @@ from numerics import (
     activate,
     misaligned,
     modulated,
+    swapped,
     within,
 )
 
@@ -356,16 +357,11 @@ def _packed(q, k):
     return qkv[:, :, : q.shape[2]], qkv[:, :, q.shape[2] : q.shape[2] + k.shape[2]]
 
 
-def _swapped(x, *dims):
-    """The same values, with these two dimensions exchanged in memory."""
-    return x.transpose(*dims).contiguous().transpose(*dims)
-
-
 HEAD_LAYOUTS: dict[str, Any] = {
     "contiguous": lambda q, k: (q, k),
     "packed": _packed,
-    "heads first": lambda q, k: (_swapped(q, 1, 2), _swapped(k, 1, 2)),
-    "positions first": lambda q, k: (_swapped(q, 0, 1), k),
+    "heads first": lambda q, k: (swapped(q, 1, 2), swapped(k, 1, 2)),
+    "positions first": lambda q, k: (swapped(q, 0, 1), k),
     "misaligned": lambda q, k: (misaligned(q), misaligned(k)),
     "columns apart": lambda q, k: (LAYOUTS["every second"](q), k),
 }
