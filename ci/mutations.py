@@ -44,9 +44,8 @@ class Mutation(NamedTuple):
 # The plans' principles: these mutations must be caught without the golden file.
 PRINCIPLES = ("tests/test_plan.py", "-k", "not golden")
 PLANS = ("tests/test_plan.py",)
-BACKWARD = ("tests/test_backward.py", "tests/test_every_norm.py", "-m", "not on_cpu")
-FORWARD = ("tests/test_forward.py", "tests/test_every_norm.py", "-m", "not on_cpu")
-ADA = ("tests/test_ada_layer_norm.py", "tests/test_every_norm.py", "-m", "not on_cpu")
+ROWS = ("tests/test_accuracy.py", "tests/test_rows.py", "tests/test_every_norm.py", "-m",
+        "not on_cpu")  # fmt: skip
 AUTOGRAD = ("tests/test_autograd.py", "tests/test_autograd_library.py")
 
 MUTATIONS = [
@@ -56,14 +55,14 @@ MUTATIONS = [
              ("tests/test_autograd.py",), PYTHON_AUTOGRAD),
     Mutation("formulas-gate", "python", "fused_layernorm/ops/norms.py",
              "b.input.to(acc) * b.gate.to(acc)", "b.input.to(acc) * b.input.to(acc)",
-             ("tests/test_ada_layer_norm.py",), OPERATORS),
+             ("tests/test_accuracy.py",), OPERATORS),
     Mutation("autograd-only-residual", "python", "fused_layernorm/ops/family.py",
              "gradients[\"x\"] = dresidual", "gradients[\"x\"] = None",
-             ("tests/test_autograd.py", "tests/test_fusions.py", "tests/test_ada_layer_norm.py"),
+             ("tests/test_autograd.py", "tests/test_accuracy.py"),
              PYTHON_AUTOGRAD),
     Mutation("formulas-centered", "python", "fused_layernorm/ops/formulas.py",
              "torch.zeros_like(rstd), rstd, None", "torch.ones_like(rstd), rstd, None",
-             ("tests/test_backward.py",), OPERATORS),
+             ("tests/test_accuracy.py",), OPERATORS),
     Mutation("vmap-per-sample-sums", "python", "fused_layernorm/ops/vmap.py",
              "t.unflatten(0, (size, -1)).sum(1)", "t.unflatten(0, (size, -1))[:, 0]",
              AUTOGRAD, OPERATORS),
@@ -101,12 +100,12 @@ MUTATIONS = [
     Mutation("bias-for-activation", "autograd", "csrc/per_torch/autograd.h",
              "if (needs_z || !is_defined(weight)) save_if_any(Saved::kBias, bias);",
              "if (!is_defined(weight)) save_if_any(Saved::kBias, bias);",
-             ("tests/test_autograd.py", "tests/test_fusions.py"), OPERATORS),
+             ("tests/test_autograd.py", "tests/test_accuracy.py"), OPERATORS),
     Mutation("shift-of-samples", "autograd", "csrc/per_torch/autograd.h",
              "shift.sym_sizes() == dy.sym_sizes()", "true", AUTOGRAD, OPERATORS),
     Mutation("only-residual-used", "autograd", "csrc/per_torch/autograd.h",
              "if constexpr (Op::kHasResidual) dx = gradients[1];", "",
-             ("tests/test_autograd.py", "tests/test_fusions.py"), OPERATORS),
+             ("tests/test_autograd.py", "tests/test_accuracy.py"), OPERATORS),
     # ---- Plans.
     Mutation("warp-last-rows", "plan", "csrc/forward/warp.h",
              "plan.blocks = ceil_div(problem.rows, kForwardWarpThreads / plan.lanes);",
@@ -135,30 +134,30 @@ MUTATIONS = [
     # ---- Kernels, each in a file of its own so that little is compiled.
     Mutation("few-rows-warps", "kernel", "csrc/backward/few_rows.cu",
              "for (int w = 1; w < warps; ++w) sum += sums[w * kCols + c];",
-             "for (int w = 2; w < warps; ++w) sum += sums[w * kCols + c];", BACKWARD),
+             "for (int w = 2; w < warps; ++w) sum += sums[w * kCols + c];", ROWS),
     Mutation("few-rows-lanes", "kernel", "csrc/backward/few_rows.cu",
              "for (int offset = kLanes; offset < kWarpSize; offset *= 2) {",
-             "for (int offset = kLanes; offset < kWarpSize / 2; offset *= 2) {", BACKWARD),
+             "for (int offset = kLanes; offset < kWarpSize / 2; offset *= 2) {", ROWS),
     Mutation("stream-last-chunk", "kernel", "csrc/forward/stream.cu",
              "use(Acc(min(chunks.cols, p.cols - i * chunks.cols)), parts[i]);",
-             "use(Acc(chunks.cols), parts[i]);", FORWARD),
+             "use(Acc(chunks.cols), parts[i]);", ROWS),
     Mutation("ring-meeting", "kernel", "csrc/forward/ring.cu",
-             "use(cols, slots.values[k]);", "use(cols, slots.values[0]);", FORWARD),
+             "use(cols, slots.values[k]);", "use(cols, slots.values[0]);", ROWS),
     Mutation("dscale-bias", "kernel", "csrc/backward/param_grad.cu",
              "sum[j] = weight[j] * sum[j] + bias[j] * of_shift[j];", "sum[j] = weight[j] * sum[j];",
-             ADA),
+             ROWS),
     Mutation("dweight-modulated", "kernel", "csrc/backward/param_grad.cu",
-             "for (int j = 0; j < kWidth; ++j) factors[j] += Acc(1);", "", ADA),
+             "for (int j = 0; j < kWidth; ++j) factors[j] += Acc(1);", "", ROWS),
     Mutation("warp-second-sums", "kernel", "csrc/backward/warp.cu",
              "if (!sink.wanted()) return;\n  if (chain_rows > 0) grads.take(second_sums);",
-             "if (!sink.wanted()) return;", BACKWARD),
+             "if (!sink.wanted()) return;", ROWS),
     Mutation("backward-stream-missing", "kernel", "csrc/backward/stream.cu",
              "      if (share.has(k)) dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));",
              "      dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));",
-             ("tests/test_backward.py", "-k", "every_strategy and stream")),
+             ("tests/test_accuracy.py", "-k", "every_strategy and stream")),
     Mutation("split-lag", "kernel", "csrc/backward/split.cu",
              "        sums = collected[(i - lag) % kMostCollected];",
-             "        sums = collected[i % kMostCollected];", BACKWARD),
+             "        sums = collected[i % kMostCollected];", ROWS),
 ]  # fmt: skip
 
 

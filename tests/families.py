@@ -5,6 +5,7 @@ ones, and heads with a rotation. numerics.py says what a family is made of.
 At the end stand the problems that test_every_norm.py takes from all families.
 """
 
+import itertools
 import math
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
@@ -21,12 +22,20 @@ from numerics import (
     activate,
     misaligned,
     modulated,
+    swapped,
     within,
 )
 
 import fused_layernorm as fl
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+
+# Of input, residual (None: none), modulations, weight (None: none).
+MODULATED_DTYPES: Any = [
+    (F32, F32, F32, F32), (BF16, BF16, BF16, BF16), (F16, F16, F16, F16), (BF16, BF16, F32, None),
+    (F16, F16, F32, F32), (BF16, BF16, BF16, F32), (BF16, BF16, F32, BF16), (BF16, F32, BF16, None),
+    (BF16, F32, F32, F32), (F16, F32, F16, F16), (F32, BF16, F32, None), (F64, F64, F64, F64),
+]  # fmt: skip
 
 # Without types: mypy cannot count tensors that are passed with a star.
 functions: Any = fl
@@ -217,6 +226,12 @@ class Gated(Call):
     stock = formula  # elementary functions of PyTorch, in its tensors' type
 
 
+GATED_FORMS: list[dict[str, Any]] = [
+    {"gate_first": first, "gate_activation": activation, "group_size": size}
+    for first, activation, size in itertools.product((False, True), ("silu", "sigmoid"), (None, 8))
+]
+
+
 @dataclass(frozen=True)
 class Heads(Call):
     """Norm and rotation of q and k: shape is (batch, positions, columns)."""
@@ -332,22 +347,21 @@ class Heads(Call):
         return roundings
 
 
+def of_heads(cols=64, dtype=BF16, *, batch=2, positions=5, **others):
+    return Heads((batch, positions, cols), dtype, **others)
+
+
 def _packed(q, k):
     """Slices of one tensor of q, k and v."""
     qkv = torch.cat([q, k, torch.full_like(k, math.nan)], 2)
     return qkv[:, :, : q.shape[2]], qkv[:, :, q.shape[2] : q.shape[2] + k.shape[2]]
 
 
-def _swapped(x, *dims):
-    """The same values, with these two dimensions exchanged in memory."""
-    return x.transpose(*dims).contiguous().transpose(*dims)
-
-
 HEAD_LAYOUTS: dict[str, Any] = {
     "contiguous": lambda q, k: (q, k),
     "packed": _packed,
-    "heads first": lambda q, k: (_swapped(q, 1, 2), _swapped(k, 1, 2)),
-    "positions first": lambda q, k: (_swapped(q, 0, 1), k),
+    "heads first": lambda q, k: (swapped(q, 1, 2), swapped(k, 1, 2)),
+    "positions first": lambda q, k: (swapped(q, 0, 1), k),
     "misaligned": lambda q, k: (misaligned(q), misaligned(k)),
     "columns apart": lambda q, k: (LAYOUTS["every second"](q), k),
 }
@@ -436,6 +450,9 @@ KERNELS: list[Any] = [
       for dtype in (F32, BF16) for cols in (3, 1000, 70_000)),
     *(Problem((300, cols), BF16, statistic="rms", affine="weight", rounds=rounds)
       for cols in (64, 1021, 4096, 16_384) for rounds in (False, True)),
+    # By the ring, of which plans give some of these rows to others.
+    *(Problem(shape, dtype, forced=("ring", None))
+      for shape, dtype in [((37, 150_528), F32), ((5, 4_194_304), F32), ((37, 65_536), BF16)]),
     *(modulated((301, 9, cols), kind, gated=gated) for cols in (3, 64, 257, 1152, 4096, 8193, 40000)
       for kind in ("sample", "token", "number of a sample") for gated in (False, True)),
     *(over_channels(shape, BF16)

@@ -17,8 +17,8 @@ A new family of norms is a subclass of Call, here or in families.py, with
 
 and what is not as by default: dtype_of, OF_ROWS (results that do not depend on a row's batch),
 LIKE (whose strides a result has), SLACK, rounding_of, few. Its problems then stand in the lists of
-families.py: SMALL, and KERNELS with one for every strategy. test_every_norm.py and test_beside.py
-run those; sizes at both sides of each limit are a list for check() in a file of its own.
+families.py, which test_every_norm.py runs, in those of test_accuracy.py, which have both sides of
+each limit, and in test_beside.py and test_sanitizers.py, with one for every strategy.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ import torch.nn.functional as F
 
 FACTOR = 1.25  # of PyTorch's error
 GREATEST_FACTOR = 2.0  # of PyTorch's greatest error
-# The reference rounds a float64 result as much as the operator does. The two may differ by this
-# many roundings, times the square root of the number of rows or columns, whichever is greater.
+# A float64 result may differ from the reference, which is rounded as much, by so many roundings,
+# times the square root of the number of rows or columns, whichever is greater.
 FLOAT64_ROUNDINGS = 16
 # A half-precision result may exceed its rounding by this part of it, because its float32 value may
 # be less exact (an activation's approximation). The excess is too small to matter.
@@ -49,9 +49,6 @@ EVERY = (*QUICK, "test_autograd_registration", "test_aot_dispatch_dynamic")
 
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu")
 EPS = 1e-5
-# Lengths of rows for which the tests force each strategy, in both directions.
-FORCED_COLS = [1, 3, 8, 37, 63, 64, 256, 257, 1024, 1027, 2048, 4096, 8192, 8195, 16384,
-               65536, 262144]  # fmt: skip
 
 
 def ids(value):
@@ -67,13 +64,10 @@ def covering(*dimensions, strength=2):
     A fault that needs a certain value of one dimension, or a certain pair (with strength 3, three)
     is met as by the whole product, with a fraction of its elements. The choice is always the same.
     """
-    sizes = [range(len(dimension)) for dimension in dimensions]
-    left = [*itertools.product(*sizes)]
-    met_by = {
-        one: {*itertools.combinations(enumerate(one), min(strength, len(sizes)))} for one in left
-    }
-    missing = set().union(*met_by.values())
-    found = []
+    left = [*itertools.product(*(range(len(dimension)) for dimension in dimensions))]
+    strength = min(strength, len(dimensions))
+    met_by = {one: {*itertools.combinations(enumerate(one), strength)} for one in left}
+    missing, found = set().union(*met_by.values()), []
     while missing:
         best = max(left, key=lambda one: len(met_by[one] & missing))
         missing -= met_by[best]
@@ -84,12 +78,13 @@ def covering(*dimensions, strength=2):
 
 def made(arguments, device):
     """Arguments by name, with ones in the place of each (shape, dtype)."""
-    return {
-        name: torch.ones(given[0], device=device).to(given[1])
-        if isinstance(given, tuple) and isinstance(given[-1:][0] if given else None, torch.dtype)
-        else given
-        for name, given in arguments.items()
-    }
+
+    def one(given):
+        if isinstance(given, tuple) and given and isinstance(given[-1], torch.dtype):
+            return torch.ones(given[0], device=device).to(given[1])
+        return given
+
+    return {name: one(given) for name, given in arguments.items()}
 
 
 def rows_for(cols):
@@ -111,21 +106,22 @@ class Tensors(SimpleNamespace):
     def device(self):
         return next(iter(self.inputs().values())).device
 
+    def named(self, names):
+        """Those of these names that are there."""
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
     def inputs(self):
-        """Those that a call is given, without what is not there."""
-        named = {name: getattr(self, name) for name in self.problem.NAMES}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        return self.named(self.problem.NAMES)
 
     def gradients(self):
         """Those of the results."""
-        return [t for n in self.problem.OUTPUTS.values() if (t := getattr(self, n)) is not None]
+        return [*self.named(self.problem.OUTPUTS.values()).values()]
 
     def of_rows(self, part):
         """The same with a copy of some rows or samples, of the tensors that have all of them."""
-        named = {name: getattr(self, name) for name in self.problem.HAVE_ROWS}
-        count = next(iter(named.values())).shape[:1]
-        have = {n: u for n, u in named.items() if u is not None and u.shape[:1] == count}
-        return self.but(**{n: u[part].clone() for n, u in have.items()})
+        have = self.named(self.problem.HAVE_ROWS)
+        count = next(iter(have.values())).shape[:1]
+        return self.but(**{n: u[part].clone() for n, u in have.items() if u.shape[:1] == count})
 
 
 @dataclass(frozen=True)
@@ -242,9 +238,14 @@ LAYOUTS: dict[str, Any] = {
     "contiguous": lambda x: x,
     "chunk": lambda x: torch.cat([x] * 6, -1).chunk(6, -1)[2],
     "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-    "transposed": lambda x: x.mT.contiguous().mT if x.dim() > 1 else x,
+    "transposed": lambda x: swapped(x, -1, -2) if x.dim() > 1 else x,
     "misaligned": misaligned,
 }
+
+
+def swapped(x, *dims):
+    """The same values, with these two dimensions exchanged in memory."""
+    return x.transpose(*dims).contiguous().transpose(*dims)
 
 
 def within(tensor, dim, before, after):
@@ -259,7 +260,7 @@ def within(tensor, dim, before, after):
 ROW_LAYOUTS: dict[str, Any] = {
     "contiguous": lambda x: x,
     "misaligned": misaligned,
-    "transposed leading": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "transposed leading": lambda x: swapped(x, 0, 1),
     "sliced leading": lambda x: within(x, 1, 2, 1),
     "every other row": lambda x: x.repeat_interleave(2, -2)[..., ::2, :],
     "column slice": lambda x: within(x, -1, 8, 16),
@@ -353,28 +354,23 @@ class Problem(Call):
         return 2**-24 * magnitude if is_sum else 0.0
 
     def draw(self, randn):
+        weight_dtype, columns = self.weight_dtype or self.dtype, self.normalized_shape
         t: dict[str, Any] = {"x": (randn(self.shape) + self.mean).to(self.dtype)}
-        weight_dtype = self.weight_dtype or self.dtype
         if self.affine in ("both", "weight"):
-            weight = randn(self.normalized_shape, weight_dtype)
-            t["weight"] = self.affine_scale * (1 + 0.5 * weight)
+            t["weight"] = self.affine_scale * (1 + 0.5 * randn(columns, weight_dtype))
         if self.affine in ("both", "bias"):
-            t["bias"] = self.affine_scale * randn(self.normalized_shape, weight_dtype)
+            t["bias"] = self.affine_scale * randn(columns, weight_dtype)
         t["dy"] = randn(self.shape, self.out_dtype or self.dtype)
-        t["dresidual"] = None
-        if self.residual_dtype is not None:
-            t |= {
-                name: randn(self.shape, self.residual_dtype) for name in ("residual", "dresidual")
-            }
-        layout = LAYOUTS[self.modulation_layout]
+        for name in ("residual", "dresidual"):
+            of = self.residual_dtype
+            t[name] = None if of is None else randn(self.shape, of)
         for name, shape in (("shift", self.shift), ("scale", self.scale_by), ("gate", self.gate)):
             if shape is not None:
-                t[name] = layout(randn(shape, self.modulation_dtype or self.dtype))
-        of_rows = (("x", "residual"), self.layout), (("dy", "dresidual"), self.dy_layout)
-        for names, layout_of_rows in of_rows:
-            for name in names:
-                if t.get(name) is not None:
-                    t[name] = self.LAYOUTS[layout_of_rows or self.layout](t[name])
+                modulation = randn(shape, self.modulation_dtype or self.dtype)
+                t[name] = LAYOUTS[self.modulation_layout](modulation)
+        for name in ("x", "residual", "dy", "dresidual"):
+            layout = (self.dy_layout if name[0] == "d" else None) or self.layout
+            t[name] = None if t[name] is None else self.LAYOUTS[layout](t[name])
         return t
 
     @property
@@ -459,9 +455,9 @@ class Problem(Call):
                 for d in (u.to(gate.dtype) for u in (found["dresidual"], results["dx"]))
             ]
 
-            # The distances are relative, so that all elements count alike. Otherwise one large
-            # element would decide in rows of two columns.
             def distance(candidate):
+                """Relative, so that all elements count alike. Otherwise one large element would
+                decide in rows of two columns."""
                 dx, own = candidate[0].double(), found["dx"].double()
                 sizes = dx.abs() + own.abs() + torch.finfo(torch.float32).tiny
                 return ((dx - own).abs() / sizes).mean().item()
@@ -491,16 +487,12 @@ def modulated(shape, kind="sample", *, gated=False, dtypes=(torch.float32,) * 4,
     input_dtype, residual_dtype, modulation_dtype, weight_dtype = dtypes
     modulation = MODULATIONS[kind](*shape)
     problem: dict[str, Any] = {
-        "dtype": input_dtype,
-        "modulation_dtype": modulation_dtype,
-        "weight_dtype": weight_dtype,
+        "dtype": input_dtype, "modulation_dtype": modulation_dtype, "weight_dtype": weight_dtype,
         "affine": "none" if weight_dtype is None else "both",
-        "shift": modulation,
-        "scale_by": modulation,
-    }
-    if gated:
-        problem |= {"residual_dtype": residual_dtype, "gate": modulation}
-    return Problem(shape, **{**problem, **others})
+        "shift": modulation, "scale_by": modulation,
+        **({"residual_dtype": residual_dtype, "gate": modulation} if gated else {}),
+    }  # fmt: skip
+    return Problem(shape, **problem | others)
 
 
 def make(problem, device, seed=0):
@@ -516,19 +508,19 @@ def make(problem, device, seed=0):
 @contextlib.contextmanager
 def forced(strategy):
     """Plans take this strategy, if it is not None."""
-    if strategy is None:
-        yield
-        return
-    torch.ops.fused_layernorm._force(f"strategy={strategy}")
+    if strategy is not None:
+        torch.ops.fused_layernorm._force(f"strategy={strategy}")
     try:
         yield
     finally:
-        torch.ops.fused_layernorm._force(None)
+        if strategy is not None:
+            torch.ops.fused_layernorm._force(None)
 
 
 def ours(t, *, backward=True, wanted=None):
     """Our results and gradients, through autograd, by name; wanted: of these tensors alone."""
-    p, leaves = t.problem, t.inputs() if wanted is None else {n: getattr(t, n) for n in wanted}
+    p = t.problem
+    leaves = t.inputs() if wanted is None else {name: getattr(t, name) for name in wanted}
     if backward:
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
     with forced(p.forced[0]), torch.set_grad_enabled(backward):
@@ -602,37 +594,12 @@ def check_wanted(problem, device, poison=lambda *like: None, *, bits=False):
                 torch.testing.assert_close(result, whole[name], rtol=slack, atol=slack)
 
 
-class Judgement:
-    """The errors of results by name, ours and PyTorch's, over all draws, and what of them breaks
-    the contract."""
-
-    def __init__(self):
-        self._seen: dict[str, list[Any]] = {}
-
-    def add(self, name, error, expected, stock):
-        """error: beyond the roundings that our result may have."""
-        theirs = (stock.double() - expected).abs()
-        sizes = (error.square().sum(), error.max(), theirs.square().sum(), theirs.max(),
-                 expected.abs().max())  # fmt: skip
-        numbers = [error.numel(), *(size.item() for size in sizes)]
-        self._seen.setdefault(name, []).append(numbers)
-
-    def broken(self, slack_of, factor, greatest_factor):
-        """A sentence for each result that breaks the contract. A NaN in the sums does.
-
-        slack_of: by how much a result may, from its name and its greatest element.
-        greatest_factor: None, if the error of a single element does not count.
-        """
-        for name, seen in self._seen.items():
-            counts, squares, most, of_stock, most_of_stock, sizes = zip(*seen, strict=True)
-            found, stock = (math.sqrt(sum(s) / sum(counts)) for s in (squares, of_stock))
-            slack = slack_of(name, max(sizes))
-            rms, greatest = factor * stock + slack, math.inf
-            if greatest_factor is not None:
-                greatest = greatest_factor * max(most_of_stock) + slack
-            if not found <= rms or not max(most) <= greatest:
-                yield (f"{name}: rms error beyond rounding {found:.3g} (allowed {rms:.3g}), "
-                       f"greatest {max(most):.3g} (allowed {greatest:.3g})")  # fmt: skip
+def sizes_of(error, stock_error, expected):
+    """(number, sum of squares, PyTorch's, greatest error, PyTorch's, greatest element)."""
+    return [error.numel(), *(size.item() for size in (
+        error.square().sum(), stock_error.square().sum(), error.max(), stock_error.max(),
+        expected.abs().max(),
+    ))]  # fmt: skip
 
 
 def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTOR):
@@ -642,7 +609,8 @@ def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTO
         times.
     factor: how many times PyTorch's error an error may be.
     """
-    p, judgement = problem, Judgement()
+    p, broken = problem, []
+    seen: dict[str, list[Any]] = {}  # the errors' sizes over all draws, by result
     for seed in range(p.draws(sample)):
         t = make(p, device, seed)
         actual = run(t, backward=backward)
@@ -655,8 +623,19 @@ def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTO
                 continue
             assert result.shape == expected[name].shape, name
             error = (result.double() - expected[name]).abs() - p.rounding_of(name, expected[name])
-            judgement.add(name, error.clamp(min=0), expected[name], yardstick[name])
-    broken = [*judgement.broken(p.slack_of, factor, p.GREATEST_FACTOR)]
+            theirs = (yardstick[name].double() - expected[name]).abs()
+            sizes = sizes_of(error.clamp(min=0), theirs, expected[name])
+            seen.setdefault(name, []).append(sizes)
+    for name, all_sizes in seen.items():
+        counts, squares, of_stock, most, most_of_stock, elements = zip(*all_sizes, strict=True)
+        found, theirs = (math.sqrt(sum(s) / sum(counts)) for s in (squares, of_stock))
+        slack = p.slack_of(name, max(elements))
+        rms, greatest = factor * theirs + slack, math.inf
+        if p.GREATEST_FACTOR is not None:
+            greatest = p.GREATEST_FACTOR * max(most_of_stock) + slack
+        if not found <= rms or not max(most) <= greatest:  # a NaN in the sums breaks it, too
+            broken.append(f"{name}: rms error beyond rounding {found:.3g} (allowed {rms:.3g}), "
+                          f"greatest {max(most):.3g} (allowed {greatest:.3g})")  # fmt: skip
     assert not broken, f"{problem}: {'; '.join(broken)}"
 
 

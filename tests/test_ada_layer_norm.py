@@ -1,106 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ada_layer_norm and add_ada_layer_norm: results and gradients of every kind of modulation.
-
-Derivatives are in test_autograd.py, autocast in test_autocast.py; test_every_norm.py has what every
-norm keeps.
-"""
-
-import itertools
-from typing import Any
+"""Modulated norms of rows: what the tables of all families (test_accuracy.py, test_every_norm.py)
+do not say."""
 
 import numerics
 import pytest
 import torch
 import torch.nn.functional as F
-from families import BF16, F16, F32, F64
-from numerics import MODULATIONS, Problem, check, covering, ids, modulated
+from families import BF16, F32, F64
+from families import MODULATED_DTYPES as DTYPES
+from numerics import ids, modulated
 
 import fused_layernorm as fl
 
-ops = torch.ops.fused_layernorm
 pytestmark = pytest.mark.cpu_operators
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
-
-# input, residual (None: none), modulations, weight (None: none)
-DTYPES = [
-    (F32, F32, F32, F32),
-    (BF16, BF16, BF16, BF16),
-    (F16, F16, F16, F16),
-    (BF16, BF16, F32, None),
-    (F16, F16, F32, F32),
-    (BF16, BF16, BF16, F32),
-    (BF16, BF16, F32, BF16),
-    (BF16, F32, BF16, None),
-    (BF16, F32, F32, F32),
-    (F16, F32, F16, F16),
-    (F32, BF16, F32, None),
-    (F64, F64, F64, F64),
-]
-# The boundaries of the kernels' strategies, and the models' widths.
-WIDTHS = [1, 7, 8, 63, 64, 65, 256, 257, 512, 1023, 1024, 1152, 2432, 3072, 4095, 4096, 5120, 6144]
-WIDE = [8192, 8193, 16384, 16385, 32768, 40960, 50001]
-# (samples, rows of each): one group; groups of one row, of three rows, of many rows; more groups
-# than an H200 has multiprocessors.
-GROUPS = [(1, 1), (1, 40), (37, 1), (11, 3), (3, 257), (150, 2), (150, 5)]
-
-
-# ---- Accuracy.
-
-
-def problems(gated):
-    """The problems with a gate, and without one."""
-    given: dict[str, Any] = {"gated": gated}
-    both = (DTYPES[0], DTYPES[3])
-    for cols, kind, dtypes in covering((48, 100), [*MODULATIONS], both):
-        yield modulated((4, 6, cols), kind, dtypes=dtypes, **given)
-    for shape, ndim, modulations in [
-        ((2, 3, 5, 64), 1, [(2, 3, 1, 64), (2, 1, 5, 64), (1, 3, 1, 64), (3, 1, 64)]),
-        ((2, 5, 3, 20), 2, [(2, 1, 3, 20), (2, 5, 3, 20), (3, 20), (20,), (2, 1, 1, 20),
-                            (2, 1, 3, 1), (3, 1)]),
-    ]:  # fmt: skip
-        for modulation in modulations:
-            of_all: Any = {"residual_dtype": F32, "gate": modulation} if gated else {}
-            of_all |= {"shift": modulation, "scale_by": modulation}
-            yield Problem(shape, normalized_ndim=ndim, **of_all)
-    for cols, dtypes in itertools.product((33, 256), DTYPES):
-        yield modulated((3, 20, cols), dtypes=dtypes, **given)
-    for cols, kind, dtypes, out_dtype in covering(
-        (64, 1152), ("sample", "token"), both, (F32, BF16, F64)
-    ):
-        yield modulated((3, 20, cols), kind, dtypes=dtypes, out_dtype=out_dtype, **given)
-    for affine in ("weight", "bias"):
-        yield modulated((3, 7, 40), affine=affine, **given)
-    yield modulated((3, 9, 256), mean=1e4, **given)
-    for groups, cols, kind in covering(GROUPS, (8, 64, 257, 1152), ("sample", "all")):
-        yield modulated((*groups, cols), kind, **given)
-
-
-def problems_of_gates():
-    for kinds in itertools.permutations(["all", "sample", "token", "position"], 3):
-        names = ("shift", "scale_by", "gate")
-        of = {n: MODULATIONS[kind](4, 6, 64) for n, kind in zip(names, kinds, strict=True)}
-        yield modulated((4, 6, 64), gated=True, **of)
-    for layout, kind, dtypes, cols in itertools.product(
-        sorted({*numerics.LAYOUTS} - {"contiguous"}),
-        ["all", "sample", "token", "position", "number of a token"],
-        [DTYPES[0], DTYPES[3]], (64, 75),
-    ):  # fmt: skip
-        how: Any = {"dtypes": dtypes, "modulation_layout": layout}
-        yield modulated((3, 7, cols), kind, gated=True, **how)
-    # Arguments that are absent.
-    both = ((3, 1, 40), None)
-    for gate, shift, scale, affine in itertools.product(both, both, both, ("both", "none")):
-        some_of: Any = {"gate": gate, "shift": shift, "scale_by": scale, "affine": affine}
-        yield Problem((3, 7, 40), residual_dtype=F32, **some_of)
-        if not gate and (shift or scale):
-            yield Problem((3, 7, 40), **some_of)
-
-
-@pytest.mark.parametrize(
-    "problem", [*problems(gated=False), *problems(gated=True), *problems_of_gates()], ids=str
-)
-def test_accuracy(device, problem):
-    check(problem, device)
 
 
 def test_expanded_modulations(device):
@@ -122,44 +35,6 @@ def test_without_any_modulation_it_is_layer_norm(device):
     assert torch.equal(y, fl.layer_norm(x, weight, bias))
     found = fl.add_ada_layer_norm(x, residual, None, None, None, weight, bias)
     assert all(map(torch.equal, found, fl.add_layer_norm(x, residual, weight, bias)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("cols", "dtypes", "gated"),
-    covering([*WIDTHS, *WIDE], [DTYPES[0], DTYPES[1], DTYPES[3], DTYPES[8]], [False, True]),
-    ids=ids,
-)
-def test_every_width(cols, dtypes, gated):
-    """Each width and its two neighbours, because strategies and vectors change there."""
-    for d in (cols - 1, cols, cols + 1):
-        if d > 0:
-            for kind in ("sample", "token"):
-                shape = (3, 1 + 4096 // (3 * d), d)
-                problem = modulated(shape, kind, gated=gated, dtypes=dtypes)
-                check(problem, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("shape", "kind", "dtypes", "gated"),
-    [
-        *(((*groups, cols), kind, DTYPES[3], gated)
-          for groups, cols, kind, gated in covering(
-              [*GROUPS, (1, 5000), (5000, 1), (700, 7)], (1, 64, 1024, 1152, 3072, 8193),
-              ("all", "sample", "token", "position"), (False, True), strength=3)),
-        *((shape, "sample", DTYPES[0], gated)
-          for shape in [(1, 3, 262_144), (2, 2, 1_000_003), (1, 1, 4_194_304)]
-          for gated in (False, True)),
-        *((shape, kind, DTYPES[3], gated)
-          for shape, kind, gated in covering(
-              [(2, 100_000, 64), (1, 16_384, 1152), (300, 257, 256)],
-              ("all", "sample", "position"), (False, True))),
-    ],
-    ids=ids,
-)  # fmt: skip
-def test_accuracy_at_every_strategy(shape, kind, dtypes, gated):
-    check(modulated(shape, kind, gated=gated, dtypes=dtypes), "cuda")
 
 
 # ---- Rounding, and what a result depends on.
@@ -202,14 +77,7 @@ def test_a_row_does_not_depend_on_its_place(device, gated):
                 assert torch.equal(result, result[:1, :1].expand_as(result)), name
 
 
-# ---- Gradients that are asked for alone, special gates and shifts.
-
-
-@GATED
-@pytest.mark.parametrize("kind", ["all", "sample", "token", "position"])
-@pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3], DTYPES[8]], ids=ids)
-def test_gradients_that_are_asked_for_alone(device, dtypes, kind, gated):
-    numerics.check_wanted(modulated((5, 9, 200), kind, gated=gated, dtypes=dtypes), device)
+# ---- Special gates and shifts.
 
 
 def test_a_gate_of_zero(device):

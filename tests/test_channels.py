@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms over one dimension, such as the channels of NCHW: the numerics contract in every order of
-memory, compilers. test_every_norm.py has what every norm keeps."""
+"""Norms over one dimension, such as the channels of NCHW: what the tables of all families
+(test_accuracy.py, test_every_norm.py) do not say, registration, compilers."""
 
 import functools
-from dataclasses import replace
 
 import libraries
 import pytest
 import torch
 import torch.nn.functional as F
-from families import BF16, F16, F32, F64, Channels
-from families import over_channels as problem
-from numerics import EVERY, QUICK, check, covering
+from families import BF16, F32, Channels
+from numerics import EVERY, QUICK
 from torch import nn
 from torch.library import opcheck
 
@@ -21,70 +19,6 @@ from fused_layernorm import swap_norms
 OPS = torch.ops.fused_layernorm
 
 pytestmark = pytest.mark.cpu_operators
-
-
-DTYPES = [(F32, None), (BF16, None), (F16, F32), (F64, None)]
-SHAPES = [(3, 5), (2, 1, 9), (2, 2, 8), (2, 7, 64), (2, 8, 5, 7), (3, 9, 4, 4), (2, 16, 7, 7),
-          (2, 24, 14, 14), (2, 64, 3, 11), (1, 65, 8, 16), (2, 33, 2, 3, 4), (1, 96, 1, 1),
-          (4, 127, 2, 2), (1, 256, 57, 3)]  # fmt: skip
-
-
-FUSED = [
-    problem((2, 24, 8, 8), BF16, activation="gelu", scale=2.0),
-    problem((2, 24, 7, 7), BF16, F32, activation="silu", out_dtype=F32),
-    problem((2, 24, 14, 14), F32, out_dtype=BF16, activation="gelu_tanh"),
-    problem((2, 136, 9, 24), F16, out_dtype=F32, affine="bias", activation="relu"),
-    problem((2, 24, 8, 8), BF16, out_dtype=F64),
-    problem((2, 24, 8, 8), F32, affine="none"),
-    problem((2, 24, 8, 8), F32, affine="weight", statistic="rms", weight_offset=1.0),
-    problem((2, 24, 8, 8), BF16, statistic="rms", activation="silu"),
-    problem((2, 96, 16, 16), F32, mean=1000.0),
-    problem((2, 96, 16, 16), BF16, mean=100.0),
-    problem((2, 96, 7, 7), F32, mean=1000.0, eps=0.0),
-]
-
-
-@pytest.mark.parametrize(
-    "p",
-    [
-        *(problem(shape, *dtypes, statistic=statistic)
-          for shape, dtypes, statistic in covering(SHAPES, DTYPES, ("layer", "rms"))),
-        *(problem(shape, dtype, layout=layout, dy_layout=dy_layout, by_view=by_view)
-          for layout, dy_layout, by_view, shape, dtype in covering(
-              [*Channels.LAYOUTS], ["contiguous", "channels_last", "every second pixel"],
-              [False, True], [(2, 24, 8, 8), (2, 16, 7, 7), (3, 40, 14, 14)], [F32, BF16],
-              strength=3)),
-        *(replace(p, by_view=by_view) for p in FUSED for by_view in (False, True)),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_accuracy(device, p):
-    check(p, device)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "p",
-    [
-        # Both sides of what one thread, one group of threads and one block hold.
-        *(problem((3, channels, *pixels), dtype, by_view=by_view)
-          for channels, pixels, dtype in covering(
-              [1, 2, 8, 9, 63, 64, 65, 127, 128, 129, 511, 513, 768, 1024, 1025, 2047, 2048, 2049,
-               4095, 4096, 4097, 9000],
-              [(7, 7), (8, 16), (7, 15), (14, 10), (1, 130)], [F32, BF16, F64])
-          for by_view in (False, True)),
-        # So many images that a block has several tiles, of which the last of a plane has fewer
-        # pixels.
-        *(problem(shape, *dtypes, dy_layout=dy_layout, **options)
-          for dy_layout, shape, dtypes, options in covering(
-              ["contiguous", "channels_last"],
-              [(600, 96, 8, 19), (1500, 24, 4, 19), (1500, 16, 7, 7), (900, 40, 14, 14)],
-              DTYPES, [{}, {"statistic": "rms"}, {"activation": "gelu"}], strength=3)),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_accuracy_on_cuda(p):
-    check(p, "cuda")
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, 3, -1, -2, -4])

@@ -42,12 +42,12 @@ def driver(monkeypatch):
 
 
 def check_problem(problem, version):
-    assert (
-        f"built with CUDA {RELEASE[0]}.{RELEASE[1]}, need a driver for CUDA {RELEASE[0]}."
-        in problem
-    )
-    assert f"this machine's is for CUDA {version // 1000}.{version % 1000 // 10}" in problem
-    assert "Way out: update the driver" in problem
+    for part in (
+        f"built with CUDA {RELEASE[0]}.{RELEASE[1]}, need a driver for CUDA {RELEASE[0]}.",
+        f"this machine's is for CUDA {version // 1000}.{version % 1000 // 10}",
+        "Way out: update the driver",
+    ):
+        assert part in problem
 
 
 @needs_kernels
@@ -75,32 +75,24 @@ def test_the_way_out_is_one_that_helps(driver):
 
 
 @needs_kernels
-def test_an_old_driver_is_warned_of_once(driver):
-    driver(OLD)
-    with pytest.warns(UserWarning, match="Way out") as caught:
-        formulas.warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
-    assert len(caught) == 1
-    check_problem(str(caught[0].message), OLD)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        formulas.warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
-
-
-@needs_kernels
-def test_an_old_driver_is_reported(driver):
+def test_an_old_driver_is_told_of(driver):
+    """A warning, once; the report; and the override, which changes nothing."""
     assert "not used" not in dict(report(facts()))["CUDA kernels"]
     driver(OLD)
-    check_problem(dict(report(facts()))["CUDA kernels"], OLD)
-
-
-@needs_kernels
-def test_override_aten_refuses_an_old_driver(driver):
-    driver(OLD)
-    with pytest.warns(UserWarning, match=r"override_aten\(\) changes nothing: ") as caught:
+    on_cuda = cast(torch.Tensor, SimpleNamespace(is_cuda=True))
+    with pytest.warns(UserWarning, match="Way out") as caught:
+        formulas.warn_of_cuda(on_cuda)
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match=r"override_aten\(\) changes nothing: ") as of_override:
         handle = override_aten()
-    check_problem(str(caught[0].message), OLD)
     assert repr(handle) == "<AtenOverride of CUDA: not in force>"
     handle.undo()
+    told = (str(caught[0].message), str(of_override[0].message))
+    for problem in (*told, dict(report(facts()))["CUDA kernels"]):
+        check_problem(problem, OLD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        formulas.warn_of_cuda(on_cuda)
 
 
 def test_a_build_without_kernels_has_no_driver_to_ask():
@@ -177,25 +169,21 @@ def test_cuda_tensors_under_an_old_driver(driver, dtype):
     atol = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 6e-2)
     weight, bias = (torch.rand(515, device="cuda", dtype=dtype) for _ in range(2))
     x, residual, dy = (torch.randn(33, 515, device="cuda", dtype=dtype) for _ in range(3))
-    leaves = [x, residual, weight, bias]
+    leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
 
     def run():
-        for leaf in leaves:
-            leaf.grad = None
-            leaf.requires_grad_()
         y = layer_norm(x, weight, bias, activation="gelu", scale=0.5)
         added, residual_out = add_layer_norm(x, residual, weight, bias)
-        ((y + added + residual_out) * dy).sum().backward()
-        return [y.detach(), added.detach(), residual_out.detach(), *(leaf.grad for leaf in leaves)]
+        gradients = torch.autograd.grad(((y + added + residual_out) * dy).sum(), leaves)
+        return [y.detach(), added.detach(), residual_out.detach(), *gradients]
 
     expected = run()
     driver(OLD)
     assert not kernels_are_in_use()
     with pytest.warns(UserWarning, match="Way out") as caught:
         got = run()
-    of_driver = [str(warning.message) for warning in caught if "Way out" in str(warning.message)]
-    assert len(of_driver) == 1
-    check_problem(of_driver[0], OLD)
+    (message,) = (str(w.message) for w in caught if "Way out" in str(w.message))
+    check_problem(message, OLD)
     torch.testing.assert_close(got, expected, atol=atol, rtol=atol)
     driver(None)
     assert kernels_are_in_use()
@@ -211,11 +199,9 @@ def test_a_module_under_an_old_driver(driver, compiled):
     module = FusedLayerNorm(320).cuda()
     x = torch.randn(7, 320, device="cuda", requires_grad=True)
     y = (torch.compile(module) if compiled else module)(x)
-    y.square().sum().backward()
-    with torch.no_grad():
-        torch.testing.assert_close(y, F.layer_norm(x, (320,), module.weight, module.bias))
-    assert x.grad is not None
-    assert torch.isfinite(x.grad).all()
+    (dx,) = torch.autograd.grad(y.square().sum(), x)
+    assert torch.isfinite(dx).all()
+    torch.testing.assert_close(y, F.layer_norm(x, (320,), module.weight, module.bias))
 
 
 @pytest.mark.gpu

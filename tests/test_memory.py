@@ -6,9 +6,15 @@ import torch
 
 from fused_layernorm import add_layer_norm, layer_norm
 
+F32, BF16 = torch.float32, torch.bfloat16
 pytestmark = pytest.mark.gpu
-
 SHAPES = [(32768, 64), (32768, 1024), (4096, 4096), (1024, 32768), (64, 1_048_576), (16, 4_194_304)]
+
+
+def every_shape(function):
+    for name, values in (("dtype", [F32, BF16]), ("shape", SHAPES)):
+        function = pytest.mark.parametrize(name, values, ids=str)(function)
+    return function
 
 
 def peak(function):
@@ -25,12 +31,10 @@ def peak(function):
     return after["requested_bytes.all.peak"] - before, kept
 
 
-def tensors(shape, dtype, requires_grad=False):
-    x = torch.randn(shape, device="cuda").to(dtype).requires_grad_(requires_grad)
-    weight, bias = (
-        torch.randn(shape[-1], device="cuda", requires_grad=requires_grad) for _ in "wb"
-    )
-    return x, weight, bias
+def tensors(shape, dtype, grad=False):
+    x = torch.randn(shape, device="cuda").to(dtype)
+    parameters = (torch.randn(shape[-1], device="cuda") for _ in "wb")
+    return [t.requires_grad_(grad) for t in (x, *parameters)]
 
 
 def peak_of_backward(x, weight, bias, *mask, activation=None):
@@ -40,8 +44,7 @@ def peak_of_backward(x, weight, bias, *mask, activation=None):
     return peak(lambda: ops.layer_norm_backward(*args))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@every_shape
 def test_forward_without_gradients(plans, shape, dtype):
     x, weight, bias = tensors(shape, dtype)
     weight, bias = weight.to(dtype), bias.to(dtype)
@@ -56,21 +59,19 @@ def test_forward_without_gradients(plans, shape, dtype):
     assert extra == 0 if shape[1] <= 4096 else extra <= x.nbytes / 256
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@every_shape
 def test_forward_with_gradients(shape, dtype):
     """Forward keeps y, and 8 bytes a row for mean and rstd, in one block of memory in which rstd
     begins at a multiple of 256 bytes.
     """
-    x, weight, bias = tensors(shape, dtype, requires_grad=True)
+    x, weight, bias = tensors(shape, dtype, grad=True)
     _, kept = peak(lambda: layer_norm(x, weight, bias))
     mean = 4 * shape[0]
     assert kept in (x.nbytes + 2 * mean, x.nbytes + -(-mean // 256) * 256 + mean)
 
 
 @pytest.mark.parametrize("activation", [None, "gelu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@every_shape
 def test_backward(shape, dtype, activation):
     """Backward keeps dx, dweight, dbias and frees partial sums of at most 2 x SMs x N x 4 bytes."""
     cols = shape[1]
@@ -84,7 +85,7 @@ def test_backward(shape, dtype, activation):
 
 def test_masks_save_memory():
     rows, cols = 8192, 4096
-    x, weight, bias = tensors((rows, cols), torch.float32)
+    x, weight, bias = tensors((rows, cols), F32)
     most, kept = peak_of_backward(x, weight, bias, True, False, False)
     assert kept == x.nbytes
     assert most <= x.nbytes + rows * 16  # no partial sums without parameters' gradients
@@ -93,18 +94,14 @@ def test_masks_save_memory():
     assert most < x.nbytes
 
 
-def test_add_layer_norm():
-    x, weight, bias = tensors((8192, 1024), torch.bfloat16, requires_grad=True)
+def test_a_residual_and_an_activation():
+    x, weight, bias = tensors((8192, 1024), BF16, grad=True)
     residual = torch.randn(8192, 1024, device="cuda", requires_grad=True)
     _, kept = peak(lambda: add_layer_norm(x, residual, weight, bias))
     assert kept == x.nbytes + residual.nbytes + 8 * 8192
     with torch.no_grad():
         most, kept = peak(lambda: add_layer_norm(x, residual, weight, bias))
     assert most == kept == x.nbytes + residual.nbytes
-
-
-def test_activation_saves_nothing_extra():
-    x, weight, bias = tensors((8192, 1024), torch.bfloat16, requires_grad=True)
     _, plain = peak(lambda: layer_norm(x, weight, bias))
     _, fused = peak(lambda: layer_norm(x, weight, bias, activation="gelu", scale=2.0))
     assert fused == plain
@@ -112,13 +109,12 @@ def test_activation_saves_nothing_extra():
 
 def test_strided_rows_are_not_copied():
     x = torch.randn(64, 129, 1024, device="cuda")[:, 1:]
-    assert not x.is_contiguous()
     most, _ = peak(lambda: layer_norm(x, normalized_shape=1024))
     assert most == x.numel() * 4
 
 
 def test_nothing_is_kept_by_many_calls():
-    x, weight, bias = tensors((64, 70_000), torch.float32, requires_grad=True)
+    x, weight, bias = tensors((64, 70_000), F32, grad=True)
 
     def step():
         layer_norm(x, weight, bias).sum().backward()

@@ -84,14 +84,18 @@ def test_margins_that_cannot_be():
     assert current() == 0
 
 
-def run(script, *, timeout=120, **environment):
-    """What a script prints, which ends in time."""
+def run(*scripts, environment=None, **words):
+    """What scripts print, one behind the other, with values in the place of words; they end in
+    time."""
+    text = "".join(map(textwrap.dedent, scripts))
+    for word, value in words.items():
+        text = text.replace(word, repr(value))
     ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, **environment},
+        [sys.executable, "-c", text],
+        env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=120,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
@@ -111,7 +115,7 @@ def test_the_environment_sets_a_margin():
             print(outside, plan(), end=" ")
         print(plan())
     """
-    assert run(script, **{margin.VARIABLE: "12"}) == "120 130 120"
+    assert run(script, environment={margin.VARIABLE: "12"}) == "120 130 120"
 
 
 # ---- On the GPU.
@@ -125,11 +129,14 @@ def inputs(*shape, dtype=BF16):
     return torch.randn(*shape, device="cuda", dtype=dtype).requires_grad_()
 def weights(n, dtype=BF16):
     return inputs(n, dtype=dtype), inputs(n, dtype=dtype)
-x, wide, small = inputs(64, 65536, dtype=torch.float32), inputs(2, 512, 256, 256), \\
-    inputs(2, 512, 64, 64)
-of_x, of_wide, of_small = weights(65536, torch.float32), weights(512), weights(512)
+x, half, longer = inputs(64, 65536, dtype=torch.float32), inputs(40, 65536), inputs(3, 600_000)
+wide, small = inputs(2, 512, 256, 256), inputs(2, 512, 64, 64)
+of_x, of_half, of_longer = weights(65536, torch.float32), weights(65536), weights(600_000)
+of_wide, of_small = weights(512), weights(512)
 CASES = {
     "rows": lambda: (fl.layer_norm(x, *of_x), x, *of_x),
+    "fused rows": lambda: (fl.layer_norm(half, *of_half, activation="gelu"), half, *of_half),
+    "RMSNorm": lambda: (fl.rms_norm(longer, of_longer[0]), longer, of_longer[0]),
     "groups": lambda: (fl.group_norm(wide, 32, *of_wide, activation="silu"), wide, *of_wide),
     "clusters": lambda: (fl.group_norm(small, 32, *of_small), small, *of_small),
 }
@@ -155,7 +162,7 @@ def test_results_with_a_margin():
                     torch.testing.assert_close(one, expected, rtol=rtol, atol=rtol)
                 assert all(map(torch.equal, whole, results(run))), name
     """
-    run(NORMS + textwrap.dedent(script))
+    run(NORMS, script)
 
 
 # A kernel that holds n multiprocessors, a block on each, until it is released or gives up.
@@ -220,8 +227,7 @@ def test_a_kernel_that_waits_for_ours(captured):
                     seconds, gave_up = beside(n, call)
                 assert seconds < 1 and not gave_up, (name, n, seconds)
     """
-    text = textwrap.dedent(script).replace("CAPTURED", str(captured))
-    run(NORMS + HOLD + text)
+    run(NORMS, HOLD, script, CAPTURED=captured)
 
 
 # A context of 16 multiprocessors, by the driver's interface.
@@ -257,9 +263,10 @@ def has_green_contexts():
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_green_contexts(), reason="a driver without green contexts")
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("place", ["context", "stream"])
-def test_a_part_of_the_device(place, captured):
-    """A green context that is current, or to which the stream belongs."""
+@pytest.mark.parametrize(("place", "sms"), [("context", 8), ("context", 64), ("stream", 16)])
+def test_a_part_of_the_device(place, sms, captured):
+    """A green context that is current, or to which the stream belongs. What blocks of the whole
+    device would share, and wait for, is right, and the refused launches leave no error behind."""
     script = """
         # Backward on this thread, whose context it is.
         torch.autograd.set_multithreading_enabled(False)
@@ -269,7 +276,7 @@ def test_a_part_of_the_device(place, captured):
             for run in CASES.values():
                 results(run)
         torch.cuda.synchronize()
-        green = part(16)
+        green = part(SMS)
         if PLACE == "stream":
             stream = torch.cuda.ExternalStream(made("cuGreenCtxStreamCreate", green, 1, 0).value)
         else:
@@ -287,9 +294,9 @@ def test_a_part_of_the_device(place, captured):
                     found = results(run)
             torch.cuda.synchronize()
             assert time.monotonic() < begin + 1, name
+            assert torch.zeros(4, device="cuda").add(1).sum().item() == 4
             for one, other in zip(found, expected[name]):
                 rtol = 2e-2 if one.dtype == BF16 else 1e-3
                 torch.testing.assert_close(one, other, rtol=rtol, atol=rtol)
     """
-    text = textwrap.dedent(script).replace("CAPTURED", str(captured)).replace("PLACE", repr(place))
-    run(NORMS + GREEN + text)
+    run(NORMS, GREEN, script, CAPTURED=captured, PLACE=place, SMS=sms)

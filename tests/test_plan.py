@@ -698,3 +698,43 @@ def test_force_is_undone(nothing):
     assert plan(4096, 1024) != before
     force(nothing)
     assert plan(4096, 1024) == before
+
+
+# ---- The ring.
+
+
+def longest(dtype, **problem):
+    """The most columns that the ring takes, by bisection."""
+    unit = 16 // dtype.itemsize
+    low, high = 65536 // unit, 2**25 // unit
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_ring = plan(16, middle * unit, dtype, **problem)["strategy"] == "ring"
+        low, high = (middle, high) if is_ring else (low, middle)
+    return low * unit
+
+
+@pytest.mark.parametrize(("dtype", "cols"), [(F32, 4_325_376), (BF16, 8_650_752)])
+def test_the_longest_rows(dtype, cols):
+    """132 blocks of 16 stages each. With an epilogue all parameters lie in shared memory, which has
+    room for half of that and some more."""
+    assert longest(dtype) == cols
+    long = plan(16, cols, dtype)
+    assert (long["long"], long["spans"], long["blocks_per_row"]) == (True, 16, 132)
+    assert cols // 2 < longest(dtype, has_epilogue=True) < cols * 5 // 8
+    assert plan(16, cols + 8, dtype)["strategy"] == "stream"
+    for shorter in (40_968, 150_528, 1_000_008, 3_000_008, 4_194_304, 4_325_376):
+        shorter *= F32.itemsize // dtype.itemsize
+        assert forced_plan("strategy=ring long=1", 2, shorter, dtype)["long"]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [{"residual": True}, {"aligned": False}, {"dtype": F64}, {"device": "A100"},
+     {"group_rows": 8, "dtype": BF16}],
+    ids=str,
+)  # fmt: skip
+def test_what_the_ring_does_not_take(problem):
+    assert plan(16, 150_528, BF16)["strategy"] == "ring"
+    for cols in (150_528, *(150_529, 150_530) * ("aligned" in problem)):
+        assert plan(16, cols, **{"dtype": F32, **problem})["strategy"] != "ring"

@@ -4,7 +4,6 @@
 import importlib
 import importlib.metadata
 import itertools
-import operator
 import os
 import runpy
 import sys
@@ -51,25 +50,33 @@ def make_nvcc(home, release, archs=(), parts=()):
     for part in parts:
         (home / part).parent.mkdir(parents=True, exist_ok=True)
         (home / part).touch()
-    (home / "bin").mkdir(parents=True)
     nvcc = home / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
     listed = "\n".join(f"compute_{arch}" for arch in archs)
-    nvcc.write_text(
-        f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V'\necho '{listed}'\n"
-    )
+    said = f"echo 'Cuda compilation tools, release {release}, V'\necho '{listed}'\n"
+    nvcc.write_text(f"#!/bin/sh\n{said}")
     nvcc.chmod(0o755)
     return home
 
 
-def test_newest_nvcc_of_packages_is_found_without_a_toolkit(functions, no_toolkit):
-    assert functions.compilers.find_nvcc() is None
+def test_newest_nvcc_of_packages_is_found_without_a_toolkit(functions, no_toolkit, monkeypatch):
+    find = functions.compilers.find_nvcc
+    assert find() is None
+    monkeypatch.setenv("FUSED_LAYERNORM_CUDA", "packages")
+    with pytest.raises(SystemExit, match="no nvcc among the packages"):
+        find()
     for release in ("13.2", "9.0", "14.0"):
         home = no_toolkit / "nvidia" / f"cu{release.partition('.')[0]}"
         make_nvcc(home, release, parts=PARTS)
-    found = functions.compilers.find_nvcc()
-    assert found.home == home
-    assert (found.version, found.version_string) == ((14, 0), "14.0")
-    assert found.origin == "Python packages"
+    toolkit = make_nvcc(no_toolkit / "toolkit", "12.9")
+    for setting, there in (("", None), ("packages", toolkit)):
+        monkeypatch.setenv("FUSED_LAYERNORM_CUDA", setting)
+        monkeypatch.setattr(functions.compilers, "toolkit_home", lambda there=there: there)
+        found = find()
+        assert (found.home, found.origin) == (home, "Python packages")
+        assert (found.version, found.version_string) == ((14, 0), "14.0")
+    monkeypatch.delenv("FUSED_LAYERNORM_CUDA")
+    assert (find().home, find().origin) == (toolkit, "a toolkit")
 
 
 @pytest.mark.parametrize("lacking", PARTS)
@@ -79,87 +86,54 @@ def test_packages_with_a_part_missing_are_not_taken(functions, no_toolkit, lacki
     assert functions.compilers.find_nvcc() is None
 
 
-def test_a_toolkit_comes_before_packages(functions, no_toolkit, monkeypatch):
-    toolkit = make_nvcc(no_toolkit / "toolkit", "12.9")
-    make_nvcc(no_toolkit / "nvidia" / "cu13", "13.2", parts=PARTS)
-    monkeypatch.setattr(functions.compilers, "toolkit_home", lambda: toolkit)
-    found = functions.compilers.find_nvcc()
-    assert (found.home, found.origin) == (toolkit, "a toolkit")
-    monkeypatch.setenv("FUSED_LAYERNORM_CUDA", "packages")
-    assert functions.compilers.find_nvcc().origin == "Python packages"
-
-
 def test_cuda_home_is_the_first_toolkit(functions, monkeypatch, tmp_path):
     toolkit = make_nvcc(tmp_path / "toolkit", "12.9")
-    monkeypatch.setenv("CUDA_HOME", str(toolkit))
-    assert functions.compilers.toolkit_home() == toolkit
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
-    monkeypatch.setenv("CUDA_PATH", str(toolkit))
-    assert functions.compilers.toolkit_home() == toolkit
+    for home, path in ((toolkit, ""), (tmp_path / "none", toolkit)):
+        monkeypatch.setenv("CUDA_HOME", str(home))
+        monkeypatch.setenv("CUDA_PATH", str(path))
+        assert functions.compilers.toolkit_home() == toolkit
 
 
-def test_packages_that_are_asked_for_and_missing_are_an_error(functions, no_toolkit, monkeypatch):
-    monkeypatch.setenv("FUSED_LAYERNORM_CUDA", "packages")
-    with pytest.raises(SystemExit, match="no nvcc among the packages"):
-        functions.compilers.find_nvcc()
-
-
-@pytest.mark.parametrize(
-    ("variable", "function", "arguments"),
-    [
-        ("FUSED_LAYERNORM_CUDA", "compilers.find_nvcc", ()),
-        ("FUSED_LAYERNORM_COMPRESS", "compress_mode", ((13, 0),)),
-    ],
-)
-def test_a_wrong_setting_is_named(functions, monkeypatch, variable, function, arguments):
-    monkeypatch.setenv(variable, "wheel")
-    with pytest.raises(SystemExit, match=f"{variable} is 'wheel'; expected"):
-        operator.attrgetter(function)(functions)(*arguments)
+def test_a_wrong_setting_is_named(functions, monkeypatch):
+    for variable, call in (
+        ("FUSED_LAYERNORM_CUDA", functions.compilers.find_nvcc),
+        ("FUSED_LAYERNORM_COMPRESS", lambda: functions.compress_mode((13, 0))),
+    ):
+        monkeypatch.setenv(variable, "wheel")
+        with pytest.raises(SystemExit, match=f"{variable} is 'wheel'; expected"):
+            call()
 
 
 @pytest.mark.parametrize(
     ("version", "compress", "mode", "least"),
-    [
-        ((12, 4), "", None, 12000),
-        ((12, 8), "", "size", 12040),
-        ((12, 9), "balance", "balance", 12040),
-        ((12, 9), "speed", "speed", 12000),
-        ((12, 9), "none", "none", 12000),
-        ((13, 0), "", "size", 13000),
-        ((13, 2), "speed", "speed", 13000),
-    ],
-)
+    [((12, 4), "", None, 12000), ((12, 8), "", "size", 12040),
+     ((12, 9), "balance", "balance", 12040), ((12, 9), "speed", "speed", 12000),
+     ((12, 9), "none", "none", 12000), ((13, 0), "", "size", 13000),
+     ((13, 2), "speed", "speed", 13000)],
+)  # fmt: skip
 def test_least_driver(functions, monkeypatch, version, compress, mode, least):
     monkeypatch.setenv("FUSED_LAYERNORM_COMPRESS", compress)
     assert functions.compress_mode(version) == mode
     assert functions.least_driver(version) == least
-    flags = functions.nvcc_flags(version, ["90"], 1)
-    assert [flag for flag in flags if "compress" in flag] == (
-        [f"--compress-mode={mode}"] if mode else []
-    )
+    flags = [f for f in functions.nvcc_flags(version, ["90"], 1) if "compress" in f]
+    assert flags == [f"--compress-mode={mode}"] * bool(mode)
 
 
 @pytest.mark.parametrize(
     ("known", "asked", "expected"),
-    [
-        ([75, 80, 86, 90, 100, 120], "", ["75", "80", "90", "100+PTX", "120"]),
-        ([60, 75, 80, 90], "", ["75", "80", "90+PTX"]),
-        ([80, 90], "9.0", ["90"]),
-        ([80, 90], "8.0;9.0+PTX 9.0", ["80", "90+PTX"]),
-        ([80, 86, 90], " 8.0, 8.6;;9.0;", ["80", "86", "90"]),
-    ],
-)
+    [([75, 80, 86, 90, 100, 120], "", ["75", "80", "90", "100+PTX", "120"]),
+     ([60, 75, 80, 90], "", ["75", "80", "90+PTX"]), ([80, 90], "9.0", ["90"]),
+     ([80, 90], "8.0;9.0+PTX 9.0", ["80", "90+PTX"]),
+     ([80, 86, 90], " 8.0, 8.6;;9.0;", ["80", "86", "90"]), ([80, 90], "9.0;12.0", None)],
+)  # fmt: skip
 def test_archs(functions, monkeypatch, tmp_path, known, asked, expected):
-    nvcc = make_nvcc(tmp_path / "toolkit", "13.0", known) / "bin" / "nvcc"
+    nvcc = str(make_nvcc(tmp_path / "toolkit", "13.0", known) / "bin" / "nvcc")
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", asked)
-    assert functions.arch_list(str(nvcc)) == expected
-
-
-def test_an_unknown_arch_is_named(functions, monkeypatch, tmp_path):
-    nvcc = make_nvcc(tmp_path / "toolkit", "12.4", [80, 90]) / "bin" / "nvcc"
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0;12.0")
-    with pytest.raises(SystemExit, match=r"TORCH_CUDA_ARCH_LIST has '12.0'; .* knows 8.0 9.0"):
-        functions.arch_list(str(nvcc))
+    if expected is None:
+        with pytest.raises(SystemExit, match=r"TORCH_CUDA_ARCH_LIST has '12.0'; .* knows 8.0 9.0"):
+            functions.arch_list(nvcc)
+    else:
+        assert functions.arch_list(nvcc) == expected
 
 
 @pytest.fixture
@@ -194,15 +168,11 @@ NVCC = "cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]"
 
 @pytest.mark.parametrize(
     ("there", "wanted"),
-    [
-        (None, ["torch>=2.10", f"{NVCC}>=13"]),
-        (("2.9.1+cpu",), ["torch>=2.10", f"{NVCC}>=13"]),
-        (("2.13.0+cpu", None, False), ["torch>=2.10", f"{NVCC}>=13"]),
-        (("2.13.0+cpu",), [f"{NVCC}>=13"]),
-        (("2.10.0a0+git1", "12.9"), [f"{NVCC}>=13"]),
-        (("2.15.0", "13.2"), [f"{NVCC}==13.2.*"]),
-    ],
-)
+    [(None, ["torch>=2.10", f"{NVCC}>=13"]), (("2.9.1+cpu",), ["torch>=2.10", f"{NVCC}>=13"]),
+     (("2.13.0+cpu", None, False), ["torch>=2.10", f"{NVCC}>=13"]),
+     (("2.13.0+cpu",), [f"{NVCC}>=13"]), (("2.10.0a0+git1", "12.9"), [f"{NVCC}>=13"]),
+     (("2.15.0", "13.2"), [f"{NVCC}==13.2.*"])],
+)  # fmt: skip
 def test_a_build_asks_for_what_is_not_there(backend, monkeypatch, tmp_path, there, wanted):
     if there:
         put_torch(tmp_path, *there)
@@ -243,16 +213,12 @@ def test_a_build_says_which_torch_it_is_for(functions):
     assert "pip install --no-deps --force-reinstall ." in summary({})
 
 
-def test_wheel_is_of_no_python(functions):
-    distribution = setuptools.Distribution({"ext_modules": [functions.extension]})
-    wheel = functions.BdistWheel(distribution)
+def test_wheel_and_library_are_of_no_python(functions):
+    wheel = functions.BdistWheel(setuptools.Distribution({"ext_modules": [functions.extension]}))
     wheel.finalize_options()
     python, abi, platform = wheel.get_tag()
     assert (python, abi) == ("py3", "none")
     assert platform != "any"
-
-
-def test_library_is_of_no_python(functions):
     build = functions.BuildExtension(setuptools.Distribution())
     path = build.get_ext_filename(functions.extension.name)
     assert Path(path) == Path("fused_layernorm/libfused_layernorm.so")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU that is shared: by host threads, whose kernels take no shared memory away from each other,
-by other kernels, and by callers that have only a part of it."""
+"""A GPU that host threads share: their kernels take no shared memory away from each other."""
 
 import random
 import subprocess
@@ -167,53 +166,3 @@ def test_a_launch_error_names_plan_and_shape():
     assert "CUDA error: " in said
     assert "at the launch of forward for 64 rows of 1024 columns, x float32" in said
     assert '"threads": ' in said
-
-
-# Rows that several blocks share, which wait for each other: forward by ring, backward by split.
-SHARED = [
-    Problem((5, 300_000), dtype=F32),
-    Problem((40, 65_536), dtype=BF16),
-    Problem((3, 600_000), dtype=BF16, statistic="rms"),
-    Problem((9, 100_000), dtype=F32, activation="gelu"),
-]
-
-
-@pytest.fixture(params=[8, 64])
-def part_of_the_device(request):
-    """A context with so many multiprocessors, though the device says it has all."""
-    contexts = pytest.importorskip("torch.cuda.green_contexts")
-    try:
-        context = contexts.GreenContext.create(num_sms=request.param, device_id=0)
-    except RuntimeError as error:
-        pytest.skip(f"no green contexts: {error}")
-    context.set_context()
-    yield
-    torch.cuda.synchronize()
-    context.pop_context()
-
-
-@pytest.mark.parametrize("problem", SHARED, ids=str)
-def test_blocks_do_not_wait_for_those_that_cannot_run(problem, plans, part_of_the_device):
-    for backward, strategy in ((False, "ring"), (True, "split")):
-        plan = plans.of(problem.rows, problem.cols, problem.dtype, backward=backward)
-        assert plan["strategy"] == strategy
-        assert plan["blocks_per_row"] > 1
-    # Backward on this thread, whose context it is.
-    with torch.autograd.set_multithreading_enabled(False):
-        numerics.check(problem, "cuda", sample=1)
-    fl.layer_norm(torch.randn(problem.shape, device="cuda"), normalized_shape=problem.cols)
-    # The refused launches leave no error behind.
-    torch.cuda.synchronize()
-    assert torch.zeros(4, device="cuda").add(1).sum().item() == 4
-
-
-@pytest.mark.parametrize("problem", SHARED[:2], ids=str)
-def test_shared_rows_beside_another_kernel(problem):
-    """Their blocks wait for each other, and for room on a busy device; nothing hangs."""
-    busy = torch.randn(4096, 4096, device="cuda")
-    others = [torch.cuda.Stream() for _ in range(3)]
-    for _ in range(20):
-        for stream in others:
-            with torch.cuda.stream(stream):
-                busy @ busy
-    numerics.check(problem, "cuda", sample=1)
