@@ -145,58 +145,53 @@ def test_covers(device, override, calls, name):
     assert calls() == 0
 
 
-@pytest.mark.parametrize(
-    ("dtype", "normalized_ndim", "affine"),
-    covering(DTYPES, (1, 2, 3), ("both", "weight", "bias", "none")),
-    ids=ids,
-)
-def test_results_and_gradients_are_pytorchs(device, override, dtype, normalized_ndim, affine):
-    x, weight, bias = inputs(device, normalized_ndim=normalized_ndim, dtype=dtype)
-    weight = weight if affine in ("both", "weight") else None
-    bias = bias if affine in ("both", "bias") else None
-    shape = x.shape[-normalized_ndim:]
-    check_results(override, F.layer_norm, F.layer_norm, x, shape, weight, bias)
+def rms(ndim, eps=None):
+    return lambda x, weight, bias, eps=eps: F.rms_norm(x, x.shape[-ndim:], weight, eps)
+
+
+# By what it is: a function, the shapes of x and of parameters, x's order of memory.
+X, IMAGE = (4, 6, 32), (2, 6, 5, 3)
+FORMS: dict[str, Any] = {
+    **{f"layer norm of {n}": (lambda x, w, b, n=n: F.layer_norm(x, x.shape[-n:], w, b), X, X[-n:])
+       for n in (1, 2, 3)},
+    **{f"RMS norm of {n}": (rms(n), X, X[-n:]) for n in (1, 2, 3)},
+    "RMS norm with eps": (rms(1, 1e-2), X, X[-1:]),
+    **{f"group norm {name}": (lambda x, w, b: F.group_norm(x, 2, w, b), IMAGE, (6,), order)
+       for name, order in (
+           ("", lambda x: x),
+           ("channels_last", lambda x: x.to(memory_format=torch.channels_last)),
+           ("turned", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)))},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("dtype", "normalized_ndim", "affine", "eps"),
-    covering(DTYPES, (1, 2, 3), (False, True), (None, 1e-2)),
-    ids=ids,
+    ("form", "dtype", "affine"), covering([*FORMS], DTYPES, ("wb", "w", "b", "")), ids=ids
 )
-def test_rms_norms_results_and_gradients(
-    device, override, calls, dtype, normalized_ndim, affine, eps
-):
-    x, weight, _ = inputs(device, normalized_ndim=normalized_ndim, dtype=dtype)
-    own_eps = torch.finfo(dtype if dtype == torch.float64 else torch.float32).eps
+def test_results_and_gradients_are_pytorchs(device, override, calls, form, dtype, affine):
+    norm, shape, size, *order = FORMS[form]
+    x, dy = ((order or [torch.clone])[0](torch.randn(2, *shape, device=device)[i]) for i in (0, 1))
+    if "RMS" in form or ("group" in form and affine == "b"):  # PyTorch's backward wants a weight
+        affine = affine.replace("b", "w")[:1]
+    given = [x, *(torch.randn(size, device=device) if p in affine else None for p in "wb")]
 
-    def stock(x, shape, weight):
-        return F.rms_norm(x, shape, weight, own_eps if eps is None else eps)
-
-    def norm(x, shape, weight):
-        return F.rms_norm(x, shape, weight, eps)
-
-    shape = x.shape[-normalized_ndim:]
-    check_results(override, norm, stock, x, shape, weight if affine else None)
-    assert calls() == 1
-
-
-def check_results(override, norm, stock, x, shape, *parameters):
-    dy = torch.randn_like(x)
-
-    def run(norm, x, *parameters, dy=dy):
-        leaves = [t for t in (x, *parameters) if t is not None]
-        y = norm(x, shape, *parameters)
-        return (y, *torch.autograd.grad(y, leaves, dy))
+    def run(dtype, **how):
+        tensors = [None if t is None else t.detach().to(dtype).requires_grad_() for t in given]
+        y = norm(*tensors, **how)
+        return (y, *torch.autograd.grad(y, [t for t in tensors if t is not None], dy.to(dtype)))
 
     # PyTorch computes in float64 here, because its CPU kernel sums the parameters' gradients of
     # bfloat16 tensors in bfloat16.
-    wide = [None if t is None else t.double() for t in (x, *parameters)]
-    expected = run(stock, *wide, dy=dy.double())
+    dy = dy.to(dtype)
+    given = [None if t is None else t.to(dtype) for t in given]
+    own_eps = torch.finfo(dtype if dtype == torch.float64 else torch.float32).eps
+    expected = run(torch.float64, **({"eps": own_eps} if form.startswith("RMS norm of") else {}))
+    stock = run(dtype)
     with override():
-        actual = run(norm, x, *parameters)
-    for a, e in zip(actual, expected, strict=True):
-        assert a.dtype == x.dtype
-        close(a, e.to(x.dtype), x.dtype)
+        actual = run(dtype)
+    assert calls() == 1
+    for a, e, like in zip(actual, expected, stock, strict=True):
+        assert (a.dtype, a.stride()) == (dtype, like.stride())
+        close(a, e.to(dtype), dtype)
 
 
 def test_forward_and_backward_may_stand_on_different_sides(device, override):
