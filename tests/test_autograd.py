@@ -2,6 +2,7 @@
 """Of every norm derivatives of every order and mode, and transforms; what autograd saves."""
 
 import contextlib
+import functools
 from typing import Any, cast
 
 import forms
@@ -17,11 +18,12 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm as fl
+from fused_layernorm.ops import autograd_library
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 pytestmark = pytest.mark.cpu_operators
 
-RMS = {"statistic": "rms"}
+RMS, SILU = {"statistic": "rms"}, {"activation": "silu"}
 # A norm of each kind, and with each activation; (kind, options of forms.ours and forms.stock).
 FORMS: list[tuple[str, dict[str, Any]]] = [
     *(("plain", {"activation": activation, "factor": 1.5}) for activation in ACTIVATIONS),
@@ -42,7 +44,11 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
     ("gates", {"gate_first": True, "gate_activation": "sigmoid"}),
     ("channels", {"activation": "silu"}),
 ]
-EVERY_FORM = pytest.mark.parametrize(("kind", "options"), FORMS, ids=str)
+
+
+def check_derivatives(function, tensors, fast=True, **how):
+    assert gradcheck(function, tensors, check_forward_ad=True, fast_mode=fast, **how)
+    assert gradgradcheck(function, tensors, fast_mode=True)
 
 
 # ---- Derivatives of every order and mode.
@@ -57,18 +63,14 @@ def test_gradcheck(device, kind, options, other):
     tensors = forms.leaves(forms.tensors(kind, device, (2, 2, 4), other=other))
     function = forms.ours(kind, **options)
     assert gradcheck(function, tensors, check_forward_ad=True, check_batched_grad=True)
-    assert gradgradcheck(
-        function, tensors, check_fwd_over_rev=True, check_rev_over_rev=True, fast_mode=True
-    )
+    how = {"check_fwd_over_rev": True, "check_rev_over_rev": True}
+    assert gradgradcheck(function, tensors, fast_mode=True, **how)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_gradcheck_of_several_dimensions(device, activation):
     tensors = [torch.randn(size, device=device, dtype=F64) for size in ((2, 3, 4), (3, 4), (3, 4))]
-
-    def function(*tensors):
-        return fl.layer_norm(*tensors, activation=activation)
-
+    function: Any = functools.partial(fl.layer_norm, activation=activation)
     assert gradcheck(function, forms.leaves(tensors), check_batched_grad=True)
     assert gradgradcheck(function, forms.leaves(tensors))
 
@@ -80,12 +82,7 @@ def test_gradcheck_of_one_output(device, kind, output):
     tensors = forms.leaves(forms.tensors(kind, device))
     used = tensors if output == 0 else tensors[: ROWS[kind]]
     rest = tensors[len(used) :]
-
-    def function(*tensors):
-        return forms.ours(kind)(*tensors, *rest)[output]
-
-    assert gradcheck(function, used, check_forward_ad=True)
-    assert gradgradcheck(function, used, fast_mode=True)
+    check_derivatives(lambda *t: forms.ours(kind)(*t, *rest)[output], used, fast=False)
 
 
 def some(count):
@@ -104,13 +101,15 @@ def options_of(kind, **others):
     + [(kind, options_of(kind, **RMS)) for kind in NAMES],
     ids=str,
 )
-def test_gradcheck_where_some_are_absent(device, kind, options):
+def test_gradcheck_where_some_are_absent_or_frozen(device, kind, options):
     tensors = forms.tensors(kind, device, (2, 2, 3))
+    function = forms.ours(kind, **options)
+    for mask in some(len(tensors)):
+        check_derivatives(function, forms.leaves(tensors, mask))
     absent = [
         name in ("shift", "scale", "weight", "bias") or (name, kind) == ("gate", "gated")
         for name in ALL_NAMES[kind]
     ]
-    function = forms.ours(kind, **options)
     for mask in some(sum(absent)):
         choice = iter(mask)
         present = [not (may and next(choice)) for may in absent]
@@ -119,18 +118,8 @@ def test_gradcheck_where_some_are_absent(device, kind, options):
             rest = iter(given)
             return function(*(next(rest) if there else None for there in present))
 
-        used = forms.leaves([t for t, there in zip(tensors, present, strict=True) if there])
-        assert gradcheck(of_present, used, fast_mode=True, check_forward_ad=True)
-        assert gradgradcheck(of_present, used, fast_mode=True)
-
-
-@pytest.mark.parametrize("kind", ALL_NAMES)
-def test_gradcheck_where_some_are_frozen(device, kind):
-    tensors = forms.tensors(kind, device, (2, 2, 3))
-    function = forms.ours(kind, **options_of(kind))
-    for mask in some(len(tensors)):
-        assert gradcheck(function, forms.leaves(tensors, mask), fast_mode=True)
-        assert gradgradcheck(function, forms.leaves(tensors, mask), fast_mode=True)
+        used = [t for t, there in zip(tensors, present, strict=True) if there]
+        check_derivatives(of_present, forms.leaves(used))
 
 
 def third_order(function, tensors):
@@ -142,13 +131,15 @@ def third_order(function, tensors):
     return torch.autograd.grad(loss, tensors)
 
 
-@EVERY_FORM
-def test_third_order(device, kind, options):
-    tensors = forms.tensors(kind, device)
-    torch.testing.assert_close(
-        third_order(forms.ours(kind, **options), tensors),
-        third_order(forms.stock(kind, **options), tensors),
-    )
+def tangents(function, tensors):
+    """Of each tensor alone, where no gradients are taken."""
+    results = []
+    for i, tensor in enumerate(tensors):
+        with torch.no_grad(), forward_ad.dual_level():
+            dual = forward_ad.make_dual(tensor, tensor.cos())
+            y = function(*tensors[:i], dual, *tensors[i + 1 :])[0]
+            results.append(forward_ad.unpack_dual(y).tangent)
+    return results
 
 
 def test_third_order_of_a_plain_call_on_the_cpu_is_pytorchs(monkeypatch):
@@ -159,26 +150,13 @@ def test_third_order_of_a_plain_call_on_the_cpu_is_pytorchs(monkeypatch):
     torch.testing.assert_close(third_order(forms.ours("plain"), tensors), stock)
 
 
-@pytest.mark.parametrize("suffix", ["", "_forward"])
 @pytest.mark.parametrize("kind", NAMES)
-def test_operators_have_gradients_of_their_own(device, kind, suffix):
-    """Called by name, as a compiled graph calls them."""
-    options = {"activation": "gelu", "factor": 2.0} if kind in ("plain", "residual") else {}
-    tensors, tangents = forms.tensors(kind, device), forms.tensors(kind, device)
-    operator, stock = forms.operator(kind, suffix, **options), forms.stock(kind, **options)
-    torch.testing.assert_close(third_order(operator, tensors), third_order(stock, tensors))
-    for i in range(len(tensors)):
-        results = []
-        for function in (operator, stock):
-            with torch.no_grad(), forward_ad.dual_level():
-                duals = [*tensors]
-                duals[i] = forward_ad.make_dual(tensors[i], tangents[i])
-                results.append(forward_ad.unpack_dual(function(*duals)[0]).tangent)
-        torch.testing.assert_close(*results)
-    _, *statistics = getattr(torch.ops.fused_layernorm, forms.OPERATORS[kind] + "_forward")(
-        *forms.leaves(tensors)[: ROWS[kind]], 1, *tensors[ROWS[kind] :], 1e-5
-    )
-    assert not any(t.requires_grad for t in statistics[-2:])
+def test_statistics_have_no_gradients(device, kind):
+    *rows, weight, bias = forms.leaves(forms.tensors(kind, device))
+    operator = getattr(torch.ops.fused_layernorm, forms.OPERATORS[kind] + "_forward")
+    rows[ROWS[kind] : ROWS[kind]] = [1]
+    y, *_, mean, rstd = operator(*rows, weight, bias, 1e-5)
+    assert (y.requires_grad, mean.requires_grad, rstd.requires_grad) == (True, False, False)
 
 
 @pytest.mark.parametrize("function", [fl.layer_norm, fl.ada_layer_norm])
@@ -226,7 +204,15 @@ TRANSFORMS: dict[str, Any] = {
     "grad of grad of grad": lambda f, n: grad(
         lambda *t: squares(squares(loss_of(f), (0, 1)), (0, 1))(*t) * 1e-3, argnums=(0, 1)
     ),
+    "third order": lambda f, n: lambda *t: third_order(f, t),
+    "tangents": lambda f, n: lambda *t: tangents(f, t),
 }
+# The functions in every form, and the operators by name, as a compiled graph calls them.
+FUNCTIONS = [(kind, options, None) for kind, options in FORMS] + [
+    (kind, {"activation": "gelu", "factor": 2.0} if kind in ("plain", "residual") else {}, suffix)
+    for kind in NAMES
+    for suffix in ("", "_forward")
+]
 
 
 # On CUDA those whose gradients the kernels give, and one of each that PyTorch's operators give.
@@ -238,14 +224,17 @@ def on_devices(names, on_cuda):
     )
 
 
-@on_devices(TRANSFORMS, ["grad", "vjp", "jvp", "jacrev", "hessian", "grad of grad"])
-@EVERY_FORM
-def test_transforms(device, name, kind, options):
+@on_devices(
+    TRANSFORMS,
+    ["grad", "vjp", "jvp", "jacrev", "hessian", "grad of grad", "third order", "tangents"],
+)
+@pytest.mark.parametrize(("kind", "options", "suffix"), FUNCTIONS, ids=str)
+def test_transforms(device, name, kind, options, suffix):
     tensors = forms.tensors(kind, device)
-    argnums = tuple(range(len(tensors)))
+    of = forms.ours(kind, **options) if suffix is None else forms.operator(kind, suffix, **options)
     results = [
-        TRANSFORMS[name](f, argnums)(*tensors)
-        for f in (forms.ours(kind, **options), forms.stock(kind, **options))
+        TRANSFORMS[name](f, tuple(range(len(tensors))))(*tensors)
+        for f in (of, forms.stock(kind, **options))
     ]
     torch.testing.assert_close(*results)
 
@@ -306,28 +295,18 @@ def test_vmap(device, name, kind, batched):
         torch.testing.assert_close(*results)
 
 
-def test_vmap_without_leading_dimensions(device):
+def test_vmap_of_modulations_of_other_dimensions(device):
+    """vmap puts its dimension first: of none, of fewer than a sample has, and of one too many."""
     x, shift = torch.randn(2, 7, 5, device=device, dtype=F64)
     found = vmap(lambda x, shift: fl.ada_layer_norm(x, shift, normalized_shape=(5,)))(x, shift)
     torch.testing.assert_close(found, F.layer_norm(x, (5,)) + shift)
-
-
-def test_vmap_of_modulations_of_fewer_dimensions(device):
-    """A sample has modulations of (D,) and an input of (S, D). vmap puts its dimension first."""
     x, (shift, scale) = torch.randn(3, 5, 4, device=device), torch.randn(2, 3, 4, device=device)
     found = vmap(fl.ada_layer_norm)(x, shift, scale)
     torch.testing.assert_close(found, fl.ada_layer_norm(x, shift[:, None], scale[:, None]))
-
-
-@pytest.mark.parametrize("batched", [False, True])
-def test_vmap_does_not_enlarge_a_sample(device, batched):
-    """A modulation with as many dimensions as the whole batch has one too many for a sample."""
-    x = torch.randn(3, 5, 4, device=device)
     scale = torch.randn(3, 3, 1, 4, device=device)
-    with pytest.raises(RuntimeError, match="expected scale that broadcasts"):
-        vmap(fl.ada_layer_norm, in_dims=(0, None, 0 if batched else None))(
-            x, None, scale if batched else scale[0]
-        )
+    for dim, given in ((0, scale), (None, scale[0])):
+        with pytest.raises(RuntimeError, match="expected scale that broadcasts"):
+            vmap(fl.ada_layer_norm, in_dims=(0, None, dim))(x, None, given)
 
 
 # ---- What runs, and what is saved.
@@ -363,95 +342,110 @@ class Tagged(torch.Tensor):
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_tensor_subclass_stays(device, requires_grad):
     x = torch.randn(3, 5, device=device).as_subclass(Tagged).requires_grad_(requires_grad)
-    y = fl.layer_norm(x, normalized_shape=5)
-    assert type(y) is Tagged
+    y, *others = fl.layer_norm(x, normalized_shape=5), *fl.add_layer_norm(x, x, normalized_shape=5)
+    assert [type(out) for out in (y, *others)] == [Tagged] * 3
     assert y.requires_grad == requires_grad
-    torch.testing.assert_close(
-        y.as_subclass(torch.Tensor), F.layer_norm(x.as_subclass(torch.Tensor), (5,))
-    )
-    out = fl.add_layer_norm(x, x, normalized_shape=5)
-    assert [type(o) for o in out] == [Tagged, Tagged]
+    plain = torch.Tensor
+    torch.testing.assert_close(y.as_subclass(plain), F.layer_norm(x.as_subclass(plain), (5,)))
     if requires_grad:
         y.sum().backward()
         assert x.grad is not None
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("negated", ["x", "residual", "weight", "bias", "dy"])
-def test_lazily_negated_tensors(device, negated, autocast):
+@pytest.mark.parametrize("kind", ALL_NAMES)
+def test_lazily_negated_and_strided_tensors(device, kind, autocast):
     """The imaginary part of a conjugate has the negated values of its memory."""
-    plain = dict(zip(NAMES["residual"], forms.tensors("residual", device, dtype=F32), strict=True))
+    plain = dict(zip(ALL_NAMES[kind], forms.tensors(kind, device, dtype=F32), strict=True))
     plain["dy"] = torch.randn_like(plain["x"])
 
     def gradients(dy, **named):
         tensors = forms.leaves(named.values())
         with torch.autocast(device, BF16, enabled=autocast):
-            y = fl.layer_norm(tensors[0], *tensors[2:])
-            outputs = (y, *fl.add_layer_norm(*tensors))
-        return (*outputs, *torch.autograd.grad(outputs, tensors, [dy] * 3))
+            outputs = forms.ours(kind)(*tensors)
+        return (*outputs, *torch.autograd.grad(outputs, tensors, [dy] * len(outputs)))
 
-    values = torch.complex(torch.zeros_like(plain[negated]), -plain[negated])
-    lazy = {**plain, negated: values.conj().imag}
-    assert lazy[negated].is_neg()
-    torch.testing.assert_close(gradients(**lazy), gradients(**plain), rtol=0, atol=0)
+    expected = gradients(**plain)
+    for name, t in plain.items():
+        lazy = torch.complex(torch.zeros_like(t), -t).conj().imag
+        assert lazy.is_neg()
+        torch.testing.assert_close(gradients(**{**plain, name: lazy}), expected, rtol=0, atol=0)
+        strided = torch.stack([t, t], -1)[..., 0]
+        torch.testing.assert_close(gradients(**{**plain, name: strided}), expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(device, use_reentrant):
-    torch.manual_seed(0)
     norm, add_norm = fl.FusedLayerNorm(32, activation="gelu"), fl.FusedAddLayerNorm(32)
     modules = nn.ModuleList([norm, add_norm, nn.Linear(32, 32)]).to(device)
-    shift = torch.randn(32, device=device)
+    x, shift = torch.randn(6, 32, device=device), torch.randn(32, device=device)
 
     def block(x):
         y, residual = add_norm(modules[2](norm(x)), x)
         return fl.add_ada_layer_norm(y, residual, shift, shift, shift)[0]
 
-    x = torch.randn(6, 32, device=device)
     results = []
     for run in (block, lambda x: checkpoint(block, x, use_reentrant=use_reentrant)):
         leaf = x.clone().requires_grad_()
         modules.zero_grad()
         run(leaf).sum().backward()
         results.append([leaf.grad, *(p.grad for p in modules.parameters())])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+# What is saved: of parameters those that backward reads, of input's size the norm's input alone,
+# and with a gate the tensor that it multiplies. (kind, options, what is not there, what is trained)
+SAVED: dict[str, list[tuple[Any, ...]]] = {
+    "x weight mean rstd": [("plain", {}), ("channels", {})],
+    "x weight bias mean rstd": [("plain", {"activation": "silu"}), ("channels", SILU)],
+    "x bias mean rstd": [("plain", {}, "weight")],
+    "total weight mean rstd": [("residual", {})],
+    "total weight bias mean rstd": [("residual", SILU)],
+    "total bias mean rstd": [("residual", {}, "weight")],
+    "x shift scale weight bias mean rstd": [("modulated", {}), ("groups", {}), ("groups", SILU)],
+    "total shift scale weight bias mean rstd": [("gated", {}, "gate")],
+    "total x gate shift scale weight bias mean rstd": [
+        ("gated", {}), ("gated", {}, "", "x gate shift"),
+    ],
+    # Of a frozen modulation what only its own gradient needs. (Python's autograd saves more.)
+    "total gate scale weight bias mean rstd": [("gated", {}, "", "x")],
+    "x gate weight bias rstd": [("gates", {}), ("gates", {"gate_first": True})],
+}  # fmt: skip
+
+
+def saved(device, kind, options, absent="", trained=""):
+    """The names of the tensors that a call saves."""
+    t = dict(zip(ALL_NAMES[kind], forms.tensors(kind, device, dtype=F32), strict=True))
+    for name, tensor in t.items():
+        tensor.requires_grad_(not trained or name in trained.split())
+    given = (None if name == absent else tensor for name, tensor in t.items())
+    found: list[Any] = []
+    kept = forms.saved_by(lambda: found.extend(forms.ours(kind, **options)(*given)))
+    named = {tensor.data_ptr(): name for name, tensor in (t | {"total": found[-1]}).items()}
+    return sorted(named.get(tensor.data_ptr(), "statistic") for tensor in kept)
+
+
+def test_what_is_saved(device):
+    for names, cases in SAVED.items():
+        expected = names.replace("mean", "statistic").replace("rstd", "statistic").split()
+        for case in cases:
+            if len(case) < 4 or autograd_library.active:
+                assert saved(device, *case) == sorted(expected), case
 
 
 def test_saved_tensors_pass_through_hooks(device):
-    """All that backward needs is saved by autograd: x in its own dtype, statistics, parameters."""
+    """x is saved in its own dtype."""
     x = torch.randn(6, 32, device=device, dtype=BF16, requires_grad=True)
     weight, bias = (torch.randn(32, device=device, requires_grad=True) for _ in "wb")
 
     def norm():
         return fl.layer_norm(x, weight, bias, activation="silu").float().sum()
 
-    saved = forms.saved_by(norm)
-    shapes = sorted(tuple(t.shape) for t in saved)
-    assert shapes == sorted([(6, 32), (6, 1), (6, 1), (32,), (32,)])
-    assert sum(t.dtype == BF16 for t in saved) == 1
+    assert [t.dtype for t in forms.saved_by(norm)].count(BF16) == 1
     (gradient,) = torch.autograd.grad(norm(), x)
     with save_on_cpu():
         total = norm()
     assert torch.equal(torch.autograd.grad(total, x)[0], gradient)
-
-
-@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
-def test_what_is_saved_of_modulated_norms(device, gated):
-    """Of input's size only the norm's input is saved, and with a gate the tensor it multiplies."""
-    x, residual = torch.randn(2, 3, 50, 64, device=device)
-    gate, shift, scale = torch.randn(3, 3, 1, 64, device=device)
-    for tensor in (x, residual, gate, shift, scale):
-        tensor.requires_grad_()
-
-    def large(tensors):
-        return {tensor.data_ptr() for tensor in tensors if tensor.numel() >= x.numel()}
-
-    outputs: list[torch.Tensor] = []
-    given = (x, residual, gate if gated else None, shift, scale)
-    saved = forms.saved_by(lambda: outputs.extend(fl.add_ada_layer_norm(*given)))
-    assert large(saved) == large((outputs[1], x) if gated else outputs[1:])
-    assert large(forms.saved_by(lambda: fl.ada_layer_norm(x, shift, scale))) == large([x])
 
 
 NORMS = {
@@ -483,8 +477,7 @@ def test_second_derivatives_under_hooks(device, norm):
 
 
 def test_inference_mode(device):
-    x = torch.randn(3, 8, device=device)
-    weight = torch.ones(8, device=device, requires_grad=True)
+    x, weight = torch.randn(3, 8, device=device), torch.ones(8, device=device, requires_grad=True)
     with torch.inference_mode():
         outputs = (fl.layer_norm(x, weight), *fl.add_layer_norm(x, x, weight))
         inside = x * 1

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Autograd in C++ or in Python: which of the two is active, and the operators called by name.
 
-Every other test runs on the active one. CI runs all tests twice, the second time with
-FUSED_LAYERNORM_PYTHON_AUTOGRAD=1.
+Every other test runs on the active one. CI runs these and the derivatives' on both.
 """
 
 import contextlib
@@ -13,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import weakref
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ import forms
 import pytest
 import torch
 from numerics import ACTIVATIONS
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import vmap
 
@@ -36,49 +34,33 @@ PACKAGE = Path(fused_layernorm.__file__).parent
 ops = torch.ops.fused_layernorm
 
 
-RELEASES = ("2.11.0", "2.11.0+cu130", "2.13.1+cpu", "2.10", "2.10.0.post1")
-OTHERS = ("2.11.0a0+git1234567", "2.11.0a0+5228986c39.nv25.09", "2.11.0rc1",
-          "2.14.0.dev20261101+cu130", "unknown")  # fmt: skip
+BUILT = "(2.9 2.10 2.11)"
+NO_LIBRARY = "this build has no library for torch"
+NO_RELEASE = "is no release, so its C++ interface is not known"
+# (torch's version, whether the library is disabled, the library's, why)
+CHOICES = [
+    *((f"{minor}{more}", False, minor, f"compiled for torch {minor}")
+      for minor, more in [("2.11", ".0"), ("2.11", ".3+cu130"), ("2.9", ".1+cpu"), ("2.10", ""),
+                          ("2.10", ".0.post1")]),
+    *((version, False, None, f"torch {version} {NO_RELEASE}")
+      for version in ("2.11.0a0+git1234567", "2.11.0a0+5228986c39.nv25.09", "2.11.0rc1",
+                      "2.14.0.dev20261101+cu130", "unknown")),
+    *((f"{minor}.0", False, None, f"{NO_LIBRARY} {minor} {BUILT}; {REMEDY}")
+      for minor in ("2.12", "3.10")),
+    ("2.11.0", True, None, "FUSED_LAYERNORM_PYTHON_AUTOGRAD=1"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("version", [*RELEASES, *OTHERS])
-def test_only_releases_have_a_minor_version(version):
-    assert released_minor(version) == (version[:4] if version in RELEASES else None)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A folder with empty files as the libraries for torch 2.9, 2.10 and 2.11."""
+@pytest.mark.parametrize(("version", "disabled", "found", "reason"), CHOICES)
+def test_the_library_of_the_running_torch_is_chosen(version, disabled, found, reason, tmp_path):
+    """Of a folder with empty files as the libraries for torch 2.9, 2.10 and 2.11."""
+    environment = {"FUSED_LAYERNORM_PYTHON_AUTOGRAD": "1"} if disabled else {}
+    without = choose("2.11.0", tmp_path, {})
+    assert without == (None, f"{NO_LIBRARY} 2.11 (nor any); {REMEDY}")
     for minor in ("2.9", "2.10", "2.11"):
         path_of(minor, tmp_path).touch()
-    return tmp_path
-
-
-def test_the_library_of_the_running_torch_is_chosen(folder):
-    found = choose("2.11.3+cu130", folder, {})
-    assert found == (path_of("2.11", folder), "compiled for torch 2.11")
-
-
-@pytest.mark.parametrize(
-    ("version", "environment", "reason"),
-    [
-        ("2.12.0", {}, f"this build has no library for torch 2.12 (2.9 2.10 2.11); {REMEDY}"),
-        ("3.10.0", {}, f"this build has no library for torch 3.10 (2.9 2.10 2.11); {REMEDY}"),
-        (
-            "2.11.0a0+git1",
-            {},
-            "torch 2.11.0a0+git1 is no release, so its C++ interface is not known",
-        ),
-        ("2.11.0", {"FUSED_LAYERNORM_PYTHON_AUTOGRAD": "1"}, "FUSED_LAYERNORM_PYTHON_AUTOGRAD=1"),
-    ],
-)
-def test_no_library_is_chosen(folder, version, environment, reason):
-    assert choose(version, folder, environment) == (None, reason)
-
-
-def test_a_build_without_libraries(tmp_path):
-    reason = f"this build has no library for torch 2.11 (nor any); {REMEDY}"
-    assert choose("2.11.0", tmp_path, {}) == (None, reason)
+    path = path_of(found, tmp_path) if found else None
+    assert choose(version, tmp_path, environment) == (path, reason)
 
 
 def test_a_library_is_active_unless_disabled():
@@ -107,10 +89,23 @@ def test_one_of_the_two_is_registered(name, key):
     assert "(inactive)" not in registered
 
 
-FORKS = """
+# A line of each scenario: a folder with a package, what torch calls its version, and whether the
+# library is disabled. One process imports torch for all.
+TRAIN = """
 import json, os, sys, traceback, warnings
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+def train():
+    warnings.simplefilter("error")
+    import fused_layernorm
+    from fused_layernorm.ops import autograd_library
+    x = torch.randn(3, 5, requires_grad=True)
+    assert "table" not in make_fx(fused_layernorm.FusedLayerNorm(5))(x).code
+    weight = torch.ones(5, requires_grad=True)
+    y, total = torch.ops.fused_layernorm.add_layer_norm(x, x, 1, weight, None, 1e-5)
+    (y * total).sum().backward()
+    assert x.grad.abs().sum() > 0
+    print(y.grad_fn.name(), autograd_library.active, autograd_library.reason, sep="|")
 for folder, version, disabled in json.loads(sys.argv[1]):
     sys.stdout.flush()
     if os.fork() == 0:
@@ -118,7 +113,7 @@ for folder, version, disabled in json.loads(sys.argv[1]):
         sys.path.insert(0, folder)
         torch.__version__ = version or torch.__version__
         try:
-            %s
+            train()
         except Exception:
             print(traceback.format_exc().splitlines()[-1])
         sys.stdout.flush()
@@ -127,47 +122,24 @@ for folder, version, disabled in json.loads(sys.argv[1]):
 """
 
 
-def in_forks(code, *scenarios):
-    """A line that the code prints in each scenario: a folder with a package, what torch calls its
-    version, and whether the library is disabled. One process imports torch for all."""
-    code = FORKS % textwrap.indent(code, " " * 12).strip()
-    command = [sys.executable, "-c", code, json.dumps(scenarios)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-
-
-needs_library = pytest.mark.skipif(
+@pytest.mark.skipif(
     choose(torch.__version__, environment={})[0] is None,
     reason="this installation has no library for the running torch",
 )
-TRAIN = """
-warnings.simplefilter("error")
-import fused_layernorm
-from fused_layernorm.ops import autograd_library
-x = torch.randn(3, 5, requires_grad=True)
-assert "table" not in make_fx(fused_layernorm.FusedLayerNorm(5))(x).code
-weight = torch.ones(5, requires_grad=True)
-y, total = torch.ops.fused_layernorm.add_layer_norm(x, x, 1, weight, None, 1e-5)
-(y * total).sum().backward()
-assert x.grad.abs().sum() > 0
-print(y.grad_fn.name(), autograd_library.active, autograd_library.reason, sep="|")
-"""
-
-
-@needs_library
 def test_which_library_a_fresh_process_loads(tmp_path):
     """The libraries of `poisoned` are invalid files: loading one would end the process."""
     for name in ("whole", "poisoned"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(PACKAGE, tmp_path / name / PACKAGE.name, ignore=ignored)
-    libraries = tmp_path / "poisoned" / PACKAGE.name / "autograd"
-    for library in libraries.glob("*.so"):
+    for library in (tmp_path / "poisoned" / PACKAGE.name / "autograd").glob("*.so"):
         library.write_bytes(b"\x7fELF and nothing more")
     whole, poisoned = str(tmp_path / "whole"), str(tmp_path / "poisoned")
     versions = ["2.99.0", "2.13.0a0+git1", "2.10.0.dev20250101"]
-    loaded, disabled, broken, *others = in_forks(
-        TRAIN, (whole, "", ""), (whole, "", "1"), (poisoned, "", ""),
-        *[(poisoned, version, "") for version in versions],
-    )  # fmt: skip
+    scenarios = [(whole, "", ""), (whole, "", "1"), (poisoned, "", "")]
+    scenarios += [(poisoned, version, "") for version in versions]
+    command = [sys.executable, "-c", TRAIN, json.dumps(scenarios)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded, disabled, broken, *others = done.stdout.splitlines()
     assert loaded.startswith("FusedAddLayerNormBackward|True|compiled for torch")
     assert disabled.endswith(f"|False|{autograd_library.DISABLE}=1")
     assert broken.startswith("UserWarning: fused_layernorm takes Python's autograd: libfused")
@@ -246,18 +218,14 @@ def test_backward_operators_have_derivatives_of_their_own(device, name):
 
         leaves = forms.leaves([given[i] for i in present])
         fast = {"fast_mode": absent is not None}
-        assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True, **fast)
+        assert gradcheck(call, leaves, check_forward_ad=True, **fast)
         # The gradients do not depend on shift. Autograd in Python gives it a zero that requires
         # grad, of which gradgradcheck loses count.
         if name in ("modulated", "gated") and len(given) - 4 in present:
             leaves[present.index(len(given) - 4)].requires_grad_(False)
-        assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
+        assert gradgradcheck(call, leaves, fast_mode=True)
 
-
-@pytest.mark.parametrize("name", ["silu", "modulated", "gated"])
-def test_one_gradient_of_a_backward_operator(device, name):
-    leaves = forms.leaves(backward_tensors(BACKWARD[name][0], device))
-    count = len(leaves) - 2
+    leaves, count = forms.leaves(given), len(given) - 2
     with torch.no_grad():
         everything = backward(name, leaves, [True] * count)
     for i in range(count):
@@ -270,17 +238,15 @@ def test_one_gradient_of_a_backward_operator(device, name):
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1, 3), (2, 1), (2, 2, 3)])
 def test_gradients_of_the_gate(device, shape):
-    leaves = [
-        torch.randn(size, device=device, dtype=F64, requires_grad=True)
-        for size in [(2, 2, 3), (2, 2, 3), shape]
-    ]
+    sizes = [(2, 2, 3), (2, 2, 3), shape]
+    leaves = [torch.randn(s, device=device, dtype=F64, requires_grad=True) for s in sizes]
     dresidual_out, input, gate = leaves
 
     def both(*tensors):
         return ops.gate_backward(*tensors, True, True)
 
-    assert torch.autograd.gradcheck(both, leaves, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(both, leaves)
+    assert gradcheck(both, leaves, check_forward_ad=True)
+    assert gradgradcheck(both, leaves)
     dinput, dgate = both(*leaves)
     torch.testing.assert_close(dinput, gate * dresidual_out)
     torch.testing.assert_close(dgate, (input * dresidual_out).sum_to_size(shape))
@@ -468,23 +434,6 @@ def test_the_gradient_of_residual_out_alone_goes_past_the_norm(device, gated):
         assert dgate is None
 
 
-@pytest.mark.skipif(not autograd_library.active, reason="Python's autograd saves all arguments")
-def test_what_a_frozen_modulation_does_not_need_is_not_saved(device):
-    """The branch x is saved only for the gate's gradient, and shift only for its own."""
-    tensors = forms.tensors("gated", device, (2, 3, 5))
-
-    def saved(*trained):
-        leaves = forms.leaves(tensors, [name in trained for name in forms.NAMES["gated"]])
-        kept = forms.saved_by(lambda: forms.operator("gated")(*leaves))
-        return sorted(tuple(tensor.shape) for tensor in kept)
-
-    row, statistic = (2, 3, 5), (2, 3, 1)
-    parameters = [(5,), (5,), (5,), (3, 1)]  # gate, weight, bias and scale
-    frozen = [row, statistic, statistic, *parameters]
-    assert saved("x") == sorted(frozen)
-    assert saved("x", "gate", "shift") == sorted([*frozen, row, (2, 1, 5)])
-
-
 def test_derivatives_beside_a_frozen_gate(device, monkeypatch):
     """With a frozen gate the branch x is not saved. Its placeholder in backward, which holds NaN
     here, is never read."""
@@ -497,8 +446,8 @@ def test_derivatives_beside_a_frozen_gate(device, monkeypatch):
     leaves = forms.leaves((x, residual, shift))
     torch.use_deterministic_algorithms(True)
     try:
-        assert torch.autograd.gradcheck(call, leaves)
-        assert torch.autograd.gradgradcheck(call, leaves, check_fwd_over_rev=True, fast_mode=True)
+        assert gradcheck(call, leaves)
+        assert gradgradcheck(call, leaves, check_fwd_over_rev=True, fast_mode=True)
     finally:
         torch.use_deterministic_algorithms(False)
 

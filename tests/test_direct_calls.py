@@ -17,17 +17,17 @@ from typing import Any
 
 import pytest
 import torch
-from forms import Calls, saved_by
-from numerics import covering, ids
+from families import BF16, F16, F32, F64, of_groups, over_channels
+from forms import Calls, leaves, saved_by
+from numerics import Problem, covering, ids, make, modulated, ours
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
-from fused_layernorm import FusedLayerNorm, FusedRMSNorm
+from fused_layernorm import FusedGroupNorm, FusedLayerNorm, FusedRMSNorm
 from fused_layernorm.ops import autograd_library
 
 ops = torch.ops.fused_layernorm
 pytestmark = pytest.mark.skipif(not autograd_library.active, reason="autograd is in Python")
-F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 
 def count():
@@ -57,18 +57,11 @@ def leaf(*shape, dtype=F32):
     return torch.randn(shape, device="cuda").to(dtype).requires_grad_()
 
 
-def merged(x):  # a direct call allocates mean and rstd as one
-    return x.new_empty(2 * x[..., 0].numel() + 64, dtype=torch.promote_types(x.dtype, F32))
-
-
-def same_bits(one, other):
-    assert len(one) == len(other)
+def same_bits(one, other, strides=True):
     for a, b in zip(one, other, strict=True):
-        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-        assert torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
-
-
-# --- without a GPU --------------------------------------------------------------------------------
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert a.stride() == b.stride() or not strides
+        assert torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 def test_the_table_says_its_version_and_size():
@@ -80,75 +73,53 @@ def test_the_table_says_its_version_and_size():
         assert all(functions)
 
 
-@pytest.mark.parametrize("add", [False, True])
-def test_bias_is_saved_only_where_backward_reads_it(add):
-    x, bias = torch.randn(2, 8, requires_grad=True), torch.ones(8, requires_grad=True)
-    weight = torch.full((8,), 2.0, requires_grad=True)
-
-    def saved(weight, activation):
-        operator, rows = (ops.add_layer_norm, (x, x)) if add else (ops.layer_norm, (x,))
-        kept = saved_by(lambda: operator(*rows, 1, weight, bias, 1e-5, activation))
-        return sum(t is bias for t in kept)
-
-    assert [saved(weight, None), saved(weight, "gelu"), saved(None, None)] == [0, 1, 1]
-
-
 # --- both ways give the same ----------------------------------------------------------------------
+
+
+def check(t, poison, forward=1, backward=1, **how):
+    """Asserts that both ways give the same bits without a graph, in inference mode and with all
+    gradients, and how many direct calls each of the three and backward makes."""
+    x = t.x
+    # A direct call allocates mean and rstd as one.
+    statistics = x.new_empty(2 * x[..., :1].numel() + 64, dtype=torch.promote_types(x.dtype, F32))
+    for tensor in t.inputs().values():
+        tensor.requires_grad_()
+
+    def run():
+        poison(x, x, *t.inputs().values(), statistics)
+        with torch.inference_mode():
+            inference = ours(t, backward=False)
+        results = inference, ours(t, backward=False), ours(t)
+        return [tensor for named in results for tensor in named.values()]
+
+    direct, indirect, calls = both_ways(run)
+    same_bits(direct, indirect, **how)
+    if forward is not None:
+        assert calls == 3 * forward + backward, t.problem
+
 
 DTYPES = [(F32, F32), (F16, F16), (BF16, BF16), (BF16, F32), (F64, F64)]
 SHAPES = [(1, 1), (3, 5, 77), (4, 256), (513, 768), (2, 20000), (1, 300001)]
-
-
-def norm(kind, x, residual, weight, bias, modulations=(), **options: Any) -> tuple[Any, ...]:
-    rows = (x, residual) if kind.startswith("add") else (x,)
-    named = {"weight": weight, "bias": bias, "normalized_shape": x.shape[-1:], **options}
-    if "ada" in kind:
-        named.update(zip(("shift", "scale", "gate")[: 1 + len(rows)], modulations, strict=False))
-        name, named["statistic"] = kind.rsplit("_", 1)
-        kind = f"{name}_layer"
-    function: Any = getattr(fused_layernorm, f"{kind}_norm")
-    found = function(*rows, **named)
-    return found if isinstance(found, tuple) else (found,)
-
-
-def every_way(call, leaves, dy):
-    """What a call gives without a graph, in inference mode, and with the gradients of leaves."""
-    with torch.no_grad():
-        found = [*call()]
-    with torch.inference_mode():
-        found += [t.clone() for t in call()]
-    outputs = call()
-    dys = [dy.to(y.dtype) for y in outputs]
-    grads = torch.autograd.grad(outputs, leaves, dys, allow_unused=True)
-    return [*found, *outputs, *(g for g in grads if g is not None)]
-
-
-KINDS = ("layer", "add_layer", "rms", "add_rms")
-MODULATED = ("ada_layer", "add_ada_layer", "ada_rms", "add_ada_rms")
-AFFINE = ((True, True), (True, False), (False, True), (False, False))
+KINDS = ("layer", "add layer", "rms", "add rms")
+AFFINE = ("both", "weight", "bias", "none")
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"activation": "gelu", "scale": 0.5}, {"out_dtype": F32})
+WEIGHTS: tuple[dict[str, Any], ...] = ({}, {"weight_offset": 1.0}, {"rounds": True})
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "dtype", "shape"), covering(KINDS, DTYPES, SHAPES), ids=ids)
-def test_bits_are_equal(kind, dtype, shape, poison):
-    x, residual, dy = (leaf(*shape, dtype=dtype[0]) for _ in range(3))
-    parameters = [leaf(*shape[-1:], dtype=dtype[1]) for _ in range(2)]
-    weights: list[dict[str, Any]] = [{}, {"weight_offset": 1.0}, {"round_before_weight": True}]
-    for has, options in itertools.product(AFFINE, OPTIONS):
-        weight, bias = (p if one else None for p, one in zip(parameters, has, strict=True))
-        for of_weight in weights if "rms" in kind and has[0] else [{}]:
-
-            def run(given=(x, residual, weight, bias), options={**options, **of_weight}):  # noqa: B006
-                poison(x, x, *parameters, merged(x))
-                call = functools.partial(norm, kind, *given, **options)
-                return every_way(call, [t for t in given if t is not None], dy)
-
-            direct, indirect, calls = both_ways(run)
-            same_bits(direct, indirect)
-            # With an out_dtype, a weight that kernels read only converted goes by the operators.
-            if "out_dtype" not in options:
-                assert calls == 4, (options, has)
+@pytest.mark.parametrize(("kind", "dtypes", "shape"), covering(KINDS, DTYPES, SHAPES), ids=ids)
+def test_bits_are_equal(kind, dtypes, shape, poison):
+    for affine, options, of_weight in itertools.product(AFFINE, OPTIONS, WEIGHTS):
+        if of_weight and not ("rms" in kind and affine in ("both", "weight")):
+            continue
+        how: Any = {"affine": affine, **options, **of_weight}
+        if "rms" in kind:
+            how |= {"statistic": "rms", "eps": None}
+        if "add" in kind:
+            how["residual_dtype"] = dtypes[0]
+        # With an out_dtype, a weight that kernels read only converted goes by the operators.
+        forward = None if "out_dtype" in options else 1
+        check(make(Problem(shape, *dtypes, **how), "cuda"), poison, forward)
 
 
 # shift, scale and gate as parts of p, of shape (batch, rows, 6 * c), and the direct calls each way.
@@ -166,149 +137,114 @@ LAYOUTS: dict[str, Any] = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("kind", "dtype", "layout"), covering(MODULATED, DTYPES[:4], [*LAYOUTS]), ids=ids
+    ("gated", "statistic", "dtypes", "layout"),
+    covering((False, True), ("layer", "rms"), DTYPES[:4], [*LAYOUTS]),
+    ids=ids,
 )
-def test_modulated_bits_are_equal(kind, dtype, layout, poison):
+def test_modulated_bits_are_equal(gated, statistic, dtypes, layout, poison):
     parts, forward, backward = LAYOUTS[layout]
-    for (*rows, cols), is_affine in itertools.product(((2, 300, 1152), (3, 7, 64)), (True, False)):
-        x, residual, dy = (leaf(*rows, cols, dtype=dtype[0]) for _ in range(3))
-        weight, bias = (leaf(cols, dtype=dtype[1]) if is_affine else None for _ in range(2))
-        made = parts(leaf(*rows, 6 * cols, dtype=dtype[1]), cols)
-        modulations = [t if t is None else t.detach().requires_grad_() for t in made]
-
-        def run(given=(x, residual, weight, bias, modulations), dy=dy):
-            leaves = [t for t in (*given[:4], *given[4]) if t is not None]
-            poison(dy, *leaves, merged(dy))
-            return every_way(functools.partial(norm, kind, *given), leaves, dy)
-
-        direct, indirect, calls = both_ways(run)
-        same_bits(direct, indirect)
+    dtype, other = dtypes
+    for shape, affine in itertools.product(((2, 300, 1152), (3, 7, 64)), ("both", "none")):
+        cols = shape[-1]
+        shift, scale, gate = parts(leaf(*shape[:2], 6 * cols, dtype=other).detach(), cols)
+        has_gate = gated and gate is not None
+        problem = modulated(
+            shape, gated=gated, dtypes=(dtype, dtype, other, other), affine=affine,
+            statistic=statistic, **({} if has_gate else {"gate": None}),
+        )  # fmt: skip
+        t = make(problem, "cuda").but(shift=shift, scale=scale, gate=gate if gated else None)
         # Backward has two launches for a gate of short rows, and for dweight beside such elements.
-        is_short = kind.startswith("add") and modulations[2] is not None and cols == 64
-        takes_two = is_affine if layout == "of elements" else is_short
-        assert calls == 3 * forward + (not takes_two and backward), (cols, is_affine)
+        takes_two = affine == "both" if layout == "of elements" else has_gate and cols == 64
+        check(t, poison, forward, not takes_two and backward)
 
 
-CHANGES: dict[str, Any] = {  # and the direct calls
-    "strided": (lambda x: x[:, ::2], 2),
-    "transposed": (lambda x: x.transpose(0, 1), 2),
-    "columns apart": (lambda x: torch.stack([x, x], -1)[..., 0], 0),
-    "offset": (lambda x: x.flatten()[1:-63].view(-1, 64), 2),  # not aligned
-    "expanded dy": (lambda x: x, 1),
-    "empty": (lambda x: x[:0], 0),
+# Of x and dy, contiguous; and the direct calls each way.
+CHANGES: dict[str, Any] = {
+    "strided": (lambda x, dy: (x[:, ::2], dy[:, ::2].clone()), 1, 1),
+    "transposed": (lambda x, dy: (x.transpose(0, 1), dy.transpose(0, 1).contiguous()), 1, 1),
+    "columns apart": (lambda x, dy: (torch.stack([x, x], -1)[..., 0], dy), 0, 0),
+    "offset": (lambda x, dy: (x.flatten()[1:-63].view(-1, 64), dy.view(-1, 64)[1:]), 1, 1),
+    "expanded dy": (lambda x, dy: (x, dy[:1, :1, :1].expand_as(dy)), 1, 0),
+    "empty": (lambda x, dy: (x[:0], dy[:0]), 0, 0),
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_layouts(change):
+def test_other_layouts(change, poison):
     """They are right whichever way they take; direct is what one launch reads where it lies."""
-    weight, bias = leaf(2, 64).unbind()
-    of, expected = CHANGES[change]
-    x = of(leaf(16, 8, 64)).detach().requires_grad_()
-
-    def run():
-        y = fused_layernorm.layer_norm(x, weight, bias)
-        dy = torch.ones((), device="cuda").expand_as(y) if change == "expanded dy" else y.detach()
-        return [y, *torch.autograd.grad(y, (x, weight, bias), dy)]
-
-    direct, indirect, calls = both_ways(run)
-    same_bits([t.contiguous() for t in direct], [t.contiguous() for t in indirect])
-    assert calls == expected
+    t = make(Problem((16, 8, 64)), "cuda")
+    of, *direct = CHANGES[change]
+    x, dy = of(t.x, t.dy)
+    check(t.but(x=x, dy=dy), poison, *direct, strides=False)
 
 
-# Orders of memory of (N, C, H, W), and the direct calls of a norm over C.
-ORDERS: dict[str, Any] = {
-    "contiguous": (lambda x: x, 2),
-    "channels last": (lambda x: x.to(memory_format=torch.channels_last), 2),
-    "gaps": (lambda x: x[:, :64], 0),
-}
+def turned(x):
+    return x.transpose(1, 3).contiguous().transpose(1, 3)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("statistic", ["layer", "rms"])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_norms_over_channels(dtype, statistic, order, poison):
-    of, expected = ORDERS[order]
-    x = of(leaf(3, 80, 24, 24, dtype=dtype)).detach().requires_grad_()
-    weight = leaf(x.shape[1], dtype=dtype)
-    norm = getattr(fused_layernorm, f"{statistic}_norm")
-
-    def run():
-        poison(x, x, weight)
-        y = norm(x, weight, dim=1)
-        return [y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))]
-
-    direct, indirect, calls = both_ways(run)
-    assert direct[0].stride() == direct[1].stride() == torch.empty_like(x).stride()
-    for a, b in zip(direct, indirect, strict=True):
-        assert a.stride() == b.stride()
-        assert torch.equal(a, b)
-    assert calls == expected
-
-
-OF_GROUPS: dict[str, Any] = {
-    **{name: ORDERS[name][0] for name in ("contiguous", "channels last", "gaps")},
-    "transposed": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
-}
+LAST = {"layout": "channels_last", "dy_layout": "channels_last"}
+GAPS = {"layout": "slice of channels", "dy_layout": "contiguous"}
+# Norms over channels and over groups of them, in orders of memory, and the direct calls each way.
+OVER_CHANNELS: list[tuple[Any, int]] = [
+    *((over_channels((3, 80, 24, 24), dtype, statistic=statistic, affine="weight", **order), direct)
+      for dtype in (F32, BF16) for statistic in ("layer", "rms")
+      for order, direct in (({}, 1), (LAST, 1), (GAPS, 0))),
+    *((of_groups((3, 80, 24, 20), 8, dtypes, modulation="both", activation="silu", **order), direct)
+      for dtypes, order, direct in (
+          ((F32, F32), {}, 1), ((BF16, F32), {}, 1), ((F64, F64), {}, 1), ((BF16, F32), GAPS, 0),
+          ((BF16, BF16), LAST, 1), ((F16, F16), {"layout": "turned"}, 1))),
+]  # fmt: skip
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("order", "dtypes"),
-    [
-        ("contiguous", (F32, F32)), ("contiguous", (BF16, F32)), ("contiguous", (F64, F64)),
-        ("channels last", (BF16, BF16)), ("transposed", (F16, F16)), ("gaps", (BF16, F32)),
-    ],
-    ids=ids,
-)  # fmt: skip
-def test_norms_over_groups(order, dtypes, poison):
-    x = OF_GROUPS[order](leaf(3, 80, 24, 20, dtype=dtypes[0])).detach().requires_grad_()
-    samples, channels = x.shape[:2]
-    sizes = ((samples, channels, 1, 1), (samples, channels), (channels,), (channels,))
-    parameters: Any = [leaf(*size, dtype=dtypes[1]) for size in sizes]
-    dy = torch.randn_like(x)
+@pytest.mark.parametrize(("problem", "direct"), OVER_CHANNELS, ids=str)
+def test_norms_over_channels_and_groups(problem, direct, poison):
+    if problem.layout == "turned":
+        t = make(of_groups(problem.shape, 8, (F16, F16), modulation="both"), "cuda")
+        t = t.but(problem=problem, x=turned(t.x), dy=turned(t.dy))
+    else:
+        t = make(problem, "cuda")
+    if t.shift is not None:
+        t = t.but(shift=t.shift.clone(), scale=t.scale.clone())
+    check(t, poison, direct, direct)
 
-    def call():
-        return (fused_layernorm.ada_group_norm(x, 8, *parameters, activation="silu"),)
 
-    def run():
-        poison(x, x, dy)
-        return every_way(call, [x, *parameters], dy)
-
-    direct, indirect, calls = both_ways(run)
-    for a, b in zip(direct, indirect, strict=True):
-        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-        assert torch.equal(a, b)
-    assert calls == (0 if order == "gaps" else 4)
+X = (4, 3, 64)
+# One of each kind, and how many tensors it saves.
+SAVING: list[tuple[Any, int]] = [
+    (Problem(X), 4), (Problem(X, residual_dtype=F32), 4), (Problem(X, statistic="rms"), 3),
+    (Problem(X, statistic="rms", residual_dtype=F32), 3), (modulated(X), 7),
+    (modulated(X, gated=True), 9), (modulated(X, statistic="rms"), 6),
+    (modulated(X, gated=True, statistic="rms"), 8),
+]  # fmt: skip
 
 
 @pytest.mark.gpu
-def test_both_ways_save_the_same():
-    x, weight, bias, modulations = leaf(4, 3, 64), leaf(64), leaf(64), leaf(3, 4, 1, 64).unbind()
-    for kind, saved in zip(KINDS + MODULATED, (4, 4, 3, 3, 7, 9, 6, 8), strict=True):
-        run = functools.partial(norm, kind, x, x, weight, bias, modulations)
-        direct, indirect, calls = both_ways(lambda run=run: saved_by(run))
-        assert (calls, len(direct)) == (1, saved)
-        same_bits([t.detach() for t in direct], [t.detach() for t in indirect])
+@pytest.mark.parametrize(("problem", "saved"), SAVING, ids=str)
+def test_both_ways_save_the_same(problem, saved):
+    t = make(problem, "cuda")
+    given = t.but(**{name: u.requires_grad_() for name, u in t.inputs().items()})
+    direct, indirect, calls = both_ways(lambda: saved_by(lambda: problem.forward(given)))
+    assert (calls, len(direct)) == (1, saved)
+    same_bits([u.detach() for u in direct], [u.detach() for u in indirect])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode_in_forward", [False, True])
-@pytest.mark.parametrize("kind", KINDS + MODULATED)
-def test_checkpointing_with_a_mode_in_one_of_forward_and_recomputation(kind, mode_in_forward):
-    leaves, (weight, bias) = [leaf(4, 3, 64) for _ in range(2)], leaf(2, 64).unbind()
-    modulations = leaf(3, 4, 1, 64).unbind()
+@pytest.mark.parametrize("problem", [problem for problem, _ in SAVING], ids=str)
+def test_checkpointing_with_a_mode_in_one_of_forward_and_recomputation(problem, mode_in_forward):
+    t = make(problem, "cuda")
+    names, given = [*t.inputs()], leaves(t.inputs().values())
 
-    def run(x, residual):
-        return norm(kind, x * 1, residual * 1, weight, bias, modulations)[0].pow(2)
+    def run(*tensors):
+        return problem.forward(t.but(**dict(zip(names, (u * 1 for u in tensors), strict=True))))[0]
 
-    expected = torch.autograd.grad(run(*leaves).sum(), (leaves[0], weight, bias))
+    expected = torch.autograd.grad(run(*given).pow(2).sum(), given)
     with Calls() if mode_in_forward else contextlib.nullcontext():
-        loss = checkpoint(run, *leaves, use_reentrant=False).sum()
+        loss = checkpoint(run, *given, use_reentrant=False).pow(2).sum()
     with contextlib.nullcontext() if mode_in_forward else Calls():
-        found = torch.autograd.grad(loss, (leaves[0], weight, bias))
+        found = torch.autograd.grad(loss, given)
     same_bits(found, expected)
 
 
@@ -364,6 +300,22 @@ def test_which_calls_are_direct():
     assert calls(lambda: run(weight, None, 1e-5)) == 0
     with pytest.raises(RuntimeError, match="shift must broadcast"):
         ops.ada_layer_norm(x, 1, shift[:0], None, None, None, 1e-5)
+
+
+@pytest.mark.gpu
+def test_plain_group_norms_are_direct():
+    x, (weight, bias) = leaf(2, 64, 9), leaf(2, 64).unbind()
+    module, dy = FusedGroupNorm(8, 64, device="cuda"), torch.randn_like(x)
+    before = count()
+    fused_layernorm.group_norm(x, 8, weight, bias).backward(dy)
+    module(x).backward(dy)
+    with torch.inference_mode():
+        module(x)
+    with torch.autocast("cuda", BF16):
+        assert module(x.bfloat16()).dtype == F32
+    assert count() - before == 6
+    with pytest.raises(RuntimeError, match="expected num_groups that divides the 64 channels"):
+        fused_layernorm.group_norm(x, 7)
 
 
 # --- what surrounds a call ------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-import fused_layernorm
+import fused_layernorm as fl
 from fused_layernorm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fused_layernorm.compile import rules
 
@@ -81,7 +81,7 @@ class Model(nn.Module):
 
 def models(device):
     """The model with torch.nn's norms, and the same with ours."""
-    fused = fused_layernorm.swap_norms(Model().to(device))
+    fused = fl.swap_norms(Model().to(device))
     assert not {nn.LayerNorm, nn.RMSNorm} & set(map(type, fused.modules()))
     return Model().to(device), fused
 
@@ -106,15 +106,6 @@ def loss_curve(model, data):
     curve = torch.stack([x.full_tensor() if hasattr(x, "full_tensor") else x for x in losses])
     assert curve[-1] < 0.8 * curve[0]  # the model learns something
     return curve.cpu()
-
-
-def same_curves(mesh, distribute, data=batches, rtol=1e-5):
-    """Asserts that both models learn alike, each as `distribute` makes it of the plain one."""
-    stock, fused = (
-        loss_curve(distribute(model), data(mesh.device_type, mesh.get_rank()))
-        for model in models(mesh.device_type)
-    )
-    torch.testing.assert_close(fused, stock, rtol=rtol, atol=0)
 
 
 def made(device, *shapes):
@@ -170,27 +161,56 @@ def of_own_rows(outputs):
 # ---- The cases, each a function of a mesh of one dimension. Each begins at the same seed.
 
 
-@case
-def ddp(mesh):
-    same_curves(mesh, DistributedDataParallel)
-
-
 def sharded(model, parts, mesh, policy=None):
     for part in (*parts, model):
         fully_shard(part, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     return model
 
 
-@case
-def fsdp2(mesh):
-    same_curves(mesh, lambda model: sharded(model, model.children(), mesh))
+HALF_PARAMETERS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@case
-def fsdp2_mixed_precision(mesh):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # The tolerance is about one rounding to bfloat16.
-    same_curves(mesh, lambda model: sharded(model, model.children(), mesh, policy), rtol=1e-2)
+def by_sequence(model, mesh):
+    plan = {
+        "norm_in": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm_out": SequenceParallel(),
+    }
+    parallel = parallelize_module(model, mesh, plan)
+    assert model.norm_in.weight.placements == (Replicate(),)
+    return parallel
+
+
+# How a model is distributed; the dimension that its batches are sharded over; the tolerance, which
+# in bfloat16 is about one rounding.
+CURVES: dict[str, Any] = {
+    "ddp": (lambda model, mesh: DistributedDataParallel(model), None, 1e-5),
+    "fsdp2": (lambda model, mesh: sharded(model, model.children(), mesh), None, 1e-5),
+    "fsdp2_mixed_precision": (
+        lambda model, mesh: sharded(model, model.children(), mesh, HALF_PARAMETERS), None, 1e-2
+    ),
+    "dtensor": (distribute_module, 0, 1e-5),
+    "sequence_parallel": (by_sequence, 1, 1e-5),
+}  # fmt: skip
+
+
+def same_curves(name, mesh):
+    """Asserts that both models learn alike, each as it is distributed."""
+    distribute, dim, rtol = CURVES[name]
+
+    def data():
+        if dim is None:
+            yield from batches(mesh.device_type, mesh.get_rank())
+            return
+        for batch in batches(mesh.device_type):  # the same in all processes
+            yield tuple(distribute_tensor(t, mesh, [Shard(dim)]) for t in batch)
+
+    stock, fused = (loss_curve(distribute(m, mesh), data()) for m in models(mesh.device_type))
+    torch.testing.assert_close(fused, stock, rtol=rtol, atol=0)
+
+
+CASES |= {name: functools.partial(same_curves, name) for name in CURVES}
 
 
 @case
@@ -200,7 +220,7 @@ def fsdp2_compiled(mesh):
     found: list[str] = []
 
     def backend(graph_module, example_inputs):
-        fused_layernorm.fuse(graph_module, then="eager")
+        fl.fuse(graph_module, then="eager")
         found.extend(
             node.target._opname
             for node in graph_module.graph.nodes
@@ -224,38 +244,6 @@ def fsdp2_compiled(mesh):
         torch._dynamo.reset()
     for curve in curves[1:]:
         torch.testing.assert_close(curve, curves[0], rtol=1e-5, atol=0)
-
-
-def sharded_batches(mesh, dim):
-    """The same batches in all processes, each of which has a part of them."""
-
-    def data(device, rank):
-        for batch in batches(device):
-            yield tuple(distribute_tensor(t, mesh, [Shard(dim)]) for t in batch)
-
-    return data
-
-
-@case
-def dtensor(mesh):
-    same_curves(mesh, lambda model: distribute_module(model, mesh), sharded_batches(mesh, 0))
-
-
-@case
-def sequence_parallel(mesh):
-    plan = {
-        "norm_in": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-        "norm_out": SequenceParallel(),
-    }
-
-    def distribute(model):
-        parallel = parallelize_module(model, mesh, plan)
-        assert model.norm_in.weight.placements == (Replicate(),)
-        return parallel
-
-    same_curves(mesh, distribute, sharded_batches(mesh, 1))
 
 
 @case
@@ -285,68 +273,80 @@ def stays_sharded(function, plain, mesh, placements, of_plain=None):
     same(without, expected[:outputs], [placements[0]] * outputs)
 
 
-@case
-def heads_stay_sharded(mesh):
-    """q and k over samples, positions or heads."""
-    world, device = mesh.size(), mesh.device_type
-    shape = (world, 2 * world, 2 * world, 8)
-    plain = made(device, shape, (*shape[:2], world, 8), 8, 8)
-    angle = torch.randn(*shape[:2], 4, device=device)
-
-    def by(cos, sin):
-        return lambda *t: fused_layernorm.qk_norm_rope(*t, cos, sin)
-
-    angles = angle.cos(), angle.sin()
-    for shard in (Shard(0), Shard(1), Shard(2)):
-        where = [Replicate() if shard.dim == 2 else shard]
-        function = by(*(distribute_tensor(t, mesh, where) for t in angles))
-        placements = (shard, shard, Replicate(), Replicate())
-        stays_sharded(function, plain, mesh, placements, by(*angles))
+def along(dim, shapes, rows):
+    """Shards of the tensors that have this dimension of the rows' shape, counted from the end."""
+    own = [dim - len(rows) + len(shape) for shape in shapes]
+    whole = [i >= 0 and shape[i] == rows[dim] for i, shape in zip(own, shapes, strict=True)]
+    return [Shard(i) if w else Replicate() for i, w in zip(own, whole, strict=True)]
 
 
-@case
-def gated_norms_stay_sharded(mesh):
-    """Over rows, also in groups."""
-    shape = (mesh.size(), 2 * mesh.size(), 8)
-    plain = made(mesh.device_type, shape, shape, 8)
-    for options in ({}, {"gate_first": True, "group_size": 4}):
-        norm = functools.partial(fused_layernorm.rms_norm_gated, eps=1e-5, **options)
-        for shard in (Shard(0), Shard(1)):
-            stays_sharded(norm, plain, mesh, (shard, shard, Replicate()))
+def stay_sharded(function, shapes, mesh, placements):
+    stays_sharded(function, made(mesh.device_type, *shapes), mesh, placements)
 
 
-@case
-def group_norms_stay_sharded(mesh):
-    """Over samples, also with a shift and a scale."""
-    shape = (2 * mesh.size(), 8, 3, 5)
-    plain = made(mesh.device_type, shape, shape[:2], shape[:2], 8, 8)
-    where = [*[Shard(0)] * 3, Replicate(), Replicate()]
-    stays_sharded(lambda x, *t: fused_layernorm.ada_group_norm(x, 4, *t), plain, mesh, where)
-    del plain[1:3], where[1:3]
-    norm = functools.partial(fused_layernorm.group_norm, activation="silu")
-    stays_sharded(lambda x, *t: norm(x, 4, *t), plain, mesh, where)
+def modulated(x, residual, gate, shift, scale, weight, bias):
+    """The outputs of both functions, by either norm."""
+    y = fl.ada_layer_norm(x, shift, scale, weight, bias, statistic="rms")
+    return (y, *fl.add_ada_layer_norm(x, residual, gate, shift, scale, weight, bias))
 
 
 @case
 def rows_stay_sharded(mesh):
-    for normalized_ndim, options in (
-        (1, {}),
-        (2, {}),
-        (1, {"activation": "gelu", "scale": 0.5}),
+    for ndim, options in (
+        (1, {}), (2, {}), (1, {"activation": "gelu", "scale": 0.5}),
         (1, {"out_dtype": torch.bfloat16}),
-    ):
+    ):  # fmt: skip
         shape = (mesh.size(), 2 * mesh.size(), 6, 5)
-        cols = shape[-normalized_ndim:]
-        plain = made(mesh.device_type, shape, shape, cols, cols)
-        for shard in map(Shard, range(len(shape) - normalized_ndim)):
-            placements = (shard, shard, Replicate(), Replicate())
-            for norm, used in (
-                (layer_norm, (0, 2, 3)), (add_layer_norm, (0, 1, 2, 3)), (layer_norm, (0,)),
-                (rms_norm, (0, 2)), (add_rms_norm, (0, 1, 2)),
+        cols = shape[-ndim:]
+        for shard in map(Shard, range(len(shape) - ndim)):
+            for norm, rows, parameters in (
+                (layer_norm, 1, 2), (add_layer_norm, 2, 2), (layer_norm, 1, 0), (rms_norm, 1, 1),
+                (add_rms_norm, 2, 1),
             ):  # fmt: skip
-                given, where = ([of[i] for i in used] for of in (plain, placements))
                 of_shape = functools.partial(norm, normalized_shape=cols, **options)
-                stays_sharded(of_shape, given, mesh, where)
+                where = [*[shard] * rows, *[Replicate()] * parameters]
+                stay_sharded(of_shape, [shape] * rows + [cols] * parameters, mesh, where)
+
+
+@case
+def modulated_rows_stay_sharded(mesh):
+    """Rows and modulations sharded over samples or over the sequence need no collective."""
+    rows = samples, tokens, cols = 2 * mesh.size(), mesh.size(), 6
+    for dim, *modulations in (
+        (0, (cols,), (samples, 1, cols), (samples, tokens, cols)),
+        (0, (samples, 1, cols), (samples, 1, 1), (1, tokens, cols)),
+        (0, (samples, tokens, cols), (), (tokens, cols)),
+        (1, (samples, 1, cols), (1, tokens, cols), (samples, tokens, cols)),
+        (1, (tokens, cols), (cols,), (tokens, 1)),
+    ):
+        shapes = [rows, rows, *modulations, (cols,), (cols,)]
+        stay_sharded(modulated, shapes, mesh, along(dim, shapes, rows))
+
+
+@case
+def other_norms_stay_sharded(mesh):
+    """Heads over samples, positions or heads; gated norms over rows; groups over samples."""
+    world, device = mesh.size(), mesh.device_type
+    shape = (world, 2 * world, 2 * world, 8)
+    plain = made(device, shape, (*shape[:2], world, 8), 8, 8)
+    angle = torch.randn(*shape[:2], 4, device=device)
+    angles = angle.cos(), angle.sin()
+    for shard in map(Shard, range(3)):
+        where = [Replicate() if shard.dim == 2 else shard]
+        spread_angles = [distribute_tensor(t, mesh, where) for t in angles]
+        function, of_plain = (
+            (lambda *t, of=of: fl.qk_norm_rope(*t, *of)) for of in (spread_angles, angles)
+        )
+        stays_sharded(function, plain, mesh, (shard, shard, Replicate(), Replicate()), of_plain)
+    for options in ({}, {"gate_first": True, "group_size": 4}):
+        norm = functools.partial(fl.rms_norm_gated, eps=1e-5, **options)
+        for shard in map(Shard, range(2)):
+            stay_sharded(norm, [shape[1:]] * 2 + [8], mesh, (shard, shard, Replicate()))
+    shapes = [(2 * world, 8, 3, 5), (2 * world, 8), (2 * world, 8), 8, 8]
+    where = [*[Shard(0)] * 3, Replicate(), Replicate()]
+    stay_sharded(lambda x, *t: fl.ada_group_norm(x, 4, *t), shapes, mesh, where)
+    norm = functools.partial(fl.group_norm, activation="silu")
+    stay_sharded(lambda x, *t: norm(x, 4, *t), shapes[:1] + shapes[3:], mesh, where[2:])
 
 
 @case
@@ -396,48 +396,20 @@ def over_channels(mesh):
     assert stays == [True, False, True], stays
 
 
-def modulated(x, residual, gate, shift, scale, weight, bias):
-    """The outputs of both functions, by either norm."""
-    y = fused_layernorm.ada_layer_norm(x, shift, scale, weight, bias, statistic="rms")
-    return (y, *fused_layernorm.add_ada_layer_norm(x, residual, gate, shift, scale, weight, bias))
-
-
-@case
-def modulated_rows_stay_sharded(mesh):
-    """Rows and modulations sharded over samples or over the sequence need no collective."""
-    samples, tokens, cols = 2 * mesh.size(), mesh.size(), 6
-    rows = (samples, tokens, cols)
-    for dim, *modulations in (
-        (0, (cols,), (samples, 1, cols), (samples, tokens, cols)),
-        (0, (samples, 1, cols), (samples, 1, 1), (1, tokens, cols)),
-        (0, (samples, tokens, cols), (), (tokens, cols)),
-        (1, (samples, 1, cols), (1, tokens, cols), (samples, tokens, cols)),
-        (1, (tokens, cols), (cols,), (tokens, 1)),
-    ):
-        plain = made(mesh.device_type, rows, rows, *modulations, cols, cols)
-
-        def placement(t, dim=dim):
-            own = dim - (3 - t.dim())
-            whole = own >= 0 and t.shape[own] == rows[dim]
-            return Shard(own) if whole else Replicate()
-
-        stays_sharded(modulated, plain, mesh, [placement(t) for t in plain])
-
-
 @case
 def one_gradient_past_a_gate(mesh):
     """With all other arguments frozen, the placements of the other gradients do not matter."""
     batch, cols = 2 * mesh.size(), 6
     rows, sample = (batch, 3, cols), (batch, 1, cols)
     plain = made(mesh.device_type, rows, rows, sample, sample, (3, cols), cols, cols)
-    stock, _ = fused_layernorm.add_ada_layer_norm(*plain)
+    stock, _ = fl.add_ada_layer_norm(*plain)
     expected = torch.autograd.grad(stock.sin().sum(), plain)
     placements = [Shard(0) if t.dim() == 3 else Replicate() for t in plain]
     for i, (e, placement) in enumerate(zip(expected, placements, strict=True)):
         leaves = spread(plain, mesh, placements)
         for j, leaf in enumerate(leaves):
             leaf.requires_grad_(i == j)
-        y, _ = fused_layernorm.add_ada_layer_norm(*leaves)
+        y, _ = fl.add_ada_layer_norm(*leaves)
         found = torch.autograd.grad(y.to_local().sin().sum(), leaves[i])
         same(found, [e], [placement if placement == Shard(0) else Partial()])
 
@@ -450,7 +422,7 @@ def modulations_are_redistributed(mesh):
     rows, sample = (samples, 3, cols), (samples, 1, cols)
     plain = made(mesh.device_type, rows, rows, sample, sample, sample, cols, cols)
 
-    norm = fused_layernorm.add_ada_layer_norm
+    norm = fl.add_ada_layer_norm
     expected = results(norm, plain, of_all_rows)
     for placements in (
         [Shard(0), Shard(0), *[Replicate()] * 5],
@@ -499,7 +471,7 @@ GROUPS = [("gloo-2", "cpu", 2, []), ("nccl-2", "cuda", 2, TWO_GPUS)]
 def reports_of(device, world):
     """{case: the reports of all processes}."""
     folder = Path(tempfile.mkdtemp())
-    root = Path(fused_layernorm.__file__).parents[1]
+    root = Path(fl.__file__).parents[1]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     processes = [
         subprocess.Popen(
@@ -548,7 +520,7 @@ def test_two_dimensional_mesh():
     try:
         mesh, shards = init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)]
         x, residual = torch.randn(2, 4, 6, 8)
-        module = fused_layernorm.FusedAddLayerNorm(8)
+        module = fl.FusedAddLayerNorm(8)
         local = [t[:2, :3].contiguous() for t in (x, residual)]
         given = [DTensor.from_local(t, mesh, shards, run_check=False) for t in local]
         given += [

@@ -1,143 +1,307 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators' registration: schema, autograd and fake kernels, by torch.library.opcheck."""
+"""What every operator has beside its kernels: a schema, autograd and fakes (torch.library.opcheck),
+and the formula that serves a call on CUDA that no kernel takes, the operator _formula_NAME.
 
-import itertools
+The calls are those that problems of every family make.
+"""
+
+import contextlib
+import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from forms import NAMES, OPERATORS, ROWS
-from numerics import EVERY, QUICK
+import torch.nn.functional as F
+from families import BF16, F16, F32, F64, Gated, Heads, of_groups, over_channels
+from forms import Calls
+from numerics import EVERY, QUICK, Problem, covering, make, modulated, ours
+from torch.library import opcheck
 
-F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+import fused_layernorm as fl
+from fused_layernorm.ops import fallback, load
+
+pytestmark = pytest.mark.cpu_operators
+
 ops = torch.ops.fused_layernorm
+X = (3, 5, 8)
+HALF = (BF16, F32, F32, F32)  # beside float32 parameters
 
-# Of all kinds, then of norms without modulations, then of modulated ones.
-COMMON: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "no parameters": {"absent": ("weight", "bias")},
-    "no bias": {"absent": ("bias",)},
-    "no weight": {"absent": ("weight",)},
-    "mixed": {"dtype": BF16, "others": F32},
-    "float64": {"dtype": F64},
-    "no rows": {"shape": (0, 5, 8)},
-    "strided": {"strided": True},
-}
-PLAIN: dict[str, dict[str, Any]] = {
-    "bfloat16": {"dtype": BF16},
-    "two dimensions": {"ndim": 2},
-    "all dimensions": {"ndim": 3},
-    "one row": {"shape": (8,)},
-    "gelu": {"options": ("gelu", 0.5)},
-    "silu to float32": {"dtype": BF16, "options": ("silu", 1.0, F32)},
-    "relu to float64": {"options": ("relu", 1.0, F64)},
-    "rms": {"options": ("silu", 2.0, None, "rms", 1.0, False)},
-}
-MODULATED: dict[str, dict[str, Any]] = {
-    "all": {"modulation": (8,)},
-    "token": {"modulation": (3, 5, 8)},
-    "position": {"modulation": (1, 5, 8)},
-    "half": {"dtype": BF16, "others": F32, "modulation": (1, 5, 8)},
-    "no shift": {"absent": ("shift",)},
-    "no scale": {"absent": ("scale",)},
-    "rms": {"dtype": BF16, "options": (None, "rms", 1.0, True)},
-}
-# With these, the operators are also traced with dynamic shapes on the CPU, which takes long.
-TRACED = ("plain", "mixed", "strided", "two dimensions", "token", "rms")
+# The operators of these are traced with dynamic shapes, which takes long.
+DEFAULT: list[Any] = [Problem(X), modulated(X)]
+TRACED: list[Any] = [
+    Problem(X, BF16, F32), Problem(X, layout="transposed"), Problem(X, normalized_ndim=2),
+    Problem(X, statistic="rms", activation="silu", scale=2.0, weight_offset=1.0),
+    modulated(X, dtypes=HALF), modulated(X, layout="transposed"),
+    modulated(X, "token"), modulated(X, dtypes=(BF16,) * 4, statistic="rms"),
+]  # fmt: skip
+SPECIAL: list[Any] = [
+    *(Problem(X, affine=affine) for affine in ("none", "weight", "bias")),
+    Problem(X, F64), Problem((0, 5, 8)), Problem(X, BF16), Problem(X, normalized_ndim=3),
+    Problem((8,)), Problem(X, activation="gelu", scale=0.5),
+    Problem(X, BF16, activation="silu", out_dtype=F32),
+    Problem(X, activation="relu", out_dtype=F64),
+    *(modulated(X, affine=affine) for affine in ("none", "weight", "bias")),
+    modulated(X, dtypes=(F64,) * 4), modulated((0, 5, 8), "number"), modulated(X, "all"),
+    modulated(X, "position"), modulated(X, "position", dtypes=HALF), modulated(X, shift=None),
+    modulated(X, scale_by=None),
+]  # fmt: skip
 
 
-def cases(*kinds):
-    def of(kind):
-        return COMMON | (MODULATED if kind in ("modulated", "gated") else PLAIN)
-
-    return pytest.mark.parametrize(
-        ("kind", "sample", "checks"),
-        [pytest.param(kind, sample, EVERY if name in TRACED else QUICK, id=f"{kind}-{name}")
-         for kind in kinds for name, sample in of(kind).items()],
-    )  # fmt: skip
+def beside_residuals(problems):
+    """The same with a residual, and modulated ones with a gate."""
+    return [
+        replace(p, residual_dtype=p.weight_dtype or p.dtype, gate=p.shift or p.scale_by)
+        for p in problems
+    ]
 
 
-def tensors_of(kind, device, *, shape=(3, 5, 8), ndim=1, dtype=F32, others=None,
-               modulation=(3, 1, 8), absent=(), strided=False, options=(), grad=False):  # fmt: skip
-    """(the tensors by name, normalized_ndim, the options)."""
+# x has float16 or bfloat16 and dy not: so must be the gradients that nobody needs.
+WIDE: dict[str, Any] = {"out_dtype": F32}
+OTHERS: list[Any] = [
+    of_groups((0, 6, 4), 2, modulation="both"),
+    of_groups((2, 6), 2, (F64, None), modulation="both"),
+    of_groups((2, 6, 0), 2, (BF16, None), modulation="both", activation="gelu"),
+    of_groups((2, 6, 4, 3), 2, (BF16, F32), modulation="both", activation="leaky_relu", **WIDE),
+    of_groups((2, 6, 4, 3), 2, (BF16, F32), modulation="both", layout="channels_last"),
+    *(of_groups((2, 6, 4), 2, (BF16, F32), modulation=m, affine=affine, **WIDE)
+      for m, affine in [("scale", "both"), ("both", "weight"), ("both", "bias"), ("none", "none")]),
+    *(Gated((3, 16), F16, affine=affine, **WIDE) for affine in ("none", "weight", "bias")),
+    *(over_channels((2, 6, 4, 4), statistic=statistic, affine="weight", layout=layout)
+      for statistic in ("layer", "rms") for layout in ("channels_last", "slice of channels")),
+    Heads((2, 3, 8), layout="packed", affine="both", statistic="layer", seq_dim=2),
+]  # fmt: skip
+DEFAULT += [*beside_residuals(DEFAULT), of_groups((2, 6, 4, 3), 2, modulation="both", scale=0.5)]
+TRACED += beside_residuals(TRACED)
+SPECIAL += beside_residuals(SPECIAL)
 
-    def make(name):
-        if name in absent:
-            return None
-        sizes = {"x": shape, "residual": shape, "weight": shape[-ndim:], "bias": shape[-ndim:]}
-        tensor = torch.randn(sizes.get(name, modulation if shape[0] else ()), device=device)
-        if strided and name in ("x", "residual"):
-            tensor = tensor.mT.contiguous().mT
-        return tensor.to(dtype if name == "x" else others or dtype).requires_grad_(grad)
+# By the argument's name, what no call has by default. (A problem has the others.)
+OPTIONS = {"eps": 1e-3, "activation": "silu", "scale": 0.5, "output_scale": 0.5, "out_dtype": F64,
+           "weight_offset": 0.5, "round_before_weight": True, "keeps_order": True,
+           "interleaved": True, "inverse": True}  # fmt: skip
+# Of every operator one that differs from the defaults in what OPTIONS lacks.
+OF_ALL: list[Any] = [
+    Problem((2, 6, 16), statistic="rms"), Problem((2, 6, 16), statistic="rms", residual_dtype=F32),
+    *(modulated((2, 6, 16), statistic="rms", scale_by=(1, 6, 16), gated=gated)
+      for gated in (False, True)),
+    of_groups((2, 6, 16), 3, modulation="both"),
+    Gated((2, 6, 16), gate_first=True, gate_activation="sigmoid", group_size=4),
+    Heads((2, 6, 16), statistic="layer", affine="both", rotary=8, heads=(3, 2)),
+]  # fmt: skip
 
-    return {name: make(name) for name in NAMES[kind]}, ndim, options
+
+def calls_of(problem, device):
+    """The arguments of the operators by name that a problem calls, without gradients, with them,
+    and for a graph of them."""
+    t = make(problem, device)
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in t.inputs().items()}
+    with Calls() as seen:
+        ours(t, backward=False)
+        ours(t)
+        out = problem.forward(t.but(**leaves))
+        torch.autograd.grad(out, [*leaves.values()], t.gradients(), create_graph=True)
+    return dict(reversed(seen.seen))
 
 
-@pytest.mark.parametrize("suffix", ["", "_forward"])
-@cases(*NAMES)
-def test_forward(device, kind, sample, checks, suffix):
+def named(operator, args):
+    """(name, its type, value) of every argument of a call."""
+    arguments = operator._schema.arguments
+    values = [*args, *(a.default_value for a in arguments[len(args) :])]
+    return [(a.name, str(a.type), v) for a, v in zip(arguments, values, strict=True)]
+
+
+def with_options(operator, args):
+    return [
+        OPTIONS.get(name, value) if "Tensor" not in kind else value
+        for name, kind, value in named(operator, args)
+    ]
+
+
+def variants(operator, args):
+    """The call; without dresidual; asked for one of its gradients, or for some."""
+    yield [*args]
+    names = [name for name, *_ in named(operator, args)]
+    if "dresidual" in names:
+        yield [None if name == "dresidual" else v for name, v in zip(names, args, strict=False)]
+    flags = [i for i in range(len(args)) if names[i][:6] == "needs_" and args[i]]
+    for mask in {tuple(i == j for j in flags) for i in flags} | {*all_pairs(len(flags))}:
+        chosen = dict(zip(flags, mask, strict=True))
+        yield [chosen.get(i, value) for i, value in enumerate(args)]
+
+
+@functools.cache
+def all_pairs(count):
+    return covering(*[(True, False)] * count) if count else []
+
+
+@pytest.mark.parametrize("problem", [*DEFAULT, *TRACED, *SPECIAL, *OTHERS], ids=str)
+def test_opcheck(device, problem):
     """The operators with statistics run under autograd, the others in calls without gradients."""
-    operator = getattr(ops, OPERATORS[kind] + suffix).default
-    tensors, ndim, options = tensors_of(kind, device, **sample, grad=suffix == "_forward")
-    rows, given = ROWS[kind], list(tensors.values())
-    args = (*given[:rows], ndim, *given[rows:], 1e-5, *options)
-    torch.library.opcheck(operator, args, test_utils=checks if device == "cpu" else QUICK)
+    is_default = problem in DEFAULT
+    checks = EVERY if device == "cpu" and (is_default or problem in TRACED) else QUICK
+    for name, args in calls_of(problem, device).items():
+        operator = getattr(ops, name).default
+        has_graph = name.endswith("_forward") or (name.endswith("_backward") and is_default)
+        given: Any = [
+            value.detach().requires_grad_(has_graph and argument not in ("mean", "rstd"))
+            if isinstance(value, torch.Tensor)
+            else value
+            for argument, _, value in named(operator, args)
+        ]
+        opcheck(operator, tuple(given), test_utils=checks)
+        for variant in variants(operator, given) if is_default or problem in OTHERS else ():
+            opcheck(operator, tuple(variant), test_utils="test_faketensor")
 
 
-def backward_of(kind, device, sample):
-    """(an operator of backward, its arguments, the whole mask, the options after it)."""
-    tensors, ndim, options = tensors_of(kind, device, **sample)
-    t: dict[str, Any] = tensors
-    x = t["residual"] if kind == "gated" else t["x"]
-    parameters = [t[name] for name in NAMES[kind][ROWS[kind] :]]
-    forward = "ada_layer_norm_forward" if kind in ("modulated", "gated") else "layer_norm_forward"
-    y, mean, rstd = getattr(ops, forward)(x, ndim, *parameters, 1e-5, *options)
-    dy = torch.randn_like(y)
-    rows = (dy, x, t["x"], t["gate"]) if kind == "gated" else (dy, x)
-    args: list[Any] = [*rows, ndim, mean, rstd, *parameters, torch.randn_like(x)]
-    if kind == "plain":
-        given: tuple[Any, ...] = (*options, *(None, 1.0, None)[len(options) :])
-        activation, factor, _, *statistic = given
-        args += [activation, factor]
-        operator, after = ops.layer_norm_backward, statistic[:2]
-    else:
-        operator, after = getattr(ops, OPERATORS[kind] + "_backward"), options[1:3]
-    wanted = [True] * (len(rows) - 1) + [parameter is not None for parameter in parameters]
-    return operator.default, args, wanted, after
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((2**16, 2**15), 2**15), ((1, 1, 2**30 + 1), 1)], ids=str
+)
+def test_what_kernels_cannot_count_is_the_operators_matter(shape, groups):
+    """The limits of the kernels are theirs alone: no function compares sizes with them."""
+    with torch._subclasses.FakeTensorMode(), Calls() as calls:
+        x = torch.empty(shape, device="cuda", dtype=BF16)
+        y = fl.group_norm(x, groups, activation="silu")
+    assert y.shape == shape
+    assert calls.names == ["group_norm"]
 
 
-@pytest.mark.parametrize("dresidual", [True, False])
-@cases("plain", "modulated", "gated")
-def test_backward(device, kind, sample, checks, dresidual):
-    operator, args, wanted, after = backward_of(kind, device, sample)
-    if not dresidual:
-        args[-3 if kind == "plain" else -1] = None
-    checks = checks if device == "cpu" else QUICK
-    torch.library.opcheck(operator, (*args, *wanted, *after), test_utils=checks)
+# ---- The formulas.
 
 
-@pytest.mark.parametrize("kind", ["plain", "modulated", "gated"])
-def test_backward_under_autograd(device, kind):
-    operator, args, wanted, _ = backward_of(kind, device, {})
-    for arg in args:
-        if isinstance(arg, torch.Tensor) and arg.shape != (3, 5, 1):  # no statistic
-            arg.requires_grad_()
-    torch.library.opcheck(operator, (*args, *wanted))
-    torch.library.opcheck(operator, (*args, False, *wanted[1:]), test_utils=QUICK)
+def calls_of_all(device="cpu", dtype=F32):
+    """A call of every operator, by name, in which no argument is as by default."""
+    every: dict[str, Any] = {}
+    for problem in OF_ALL:
+        calls = calls_of(replace(problem, dtype=dtype), device)
+        for name in [n for n in calls if f"{n}_forward" in calls]:
+            calls[name + "_forward"] = calls[name]
+        every = calls | every
+    return {n: with_options(getattr(ops, n).default, args) for n, args in every.items()}
 
 
-@pytest.mark.parametrize("kind", ["plain", "modulated", "gated"])
-def test_masks(device, kind):
-    """The shapes that the fake kernels give, with every mask."""
-    operator, args, wanted, _ = backward_of(kind, device, {})
-    for mask in itertools.product((True, False), repeat=len(wanted)):
-        torch.library.opcheck(operator, (*args, *mask), test_utils="test_faketensor")
+ALL = calls_of_all()
 
 
-@pytest.mark.parametrize("mask", list(itertools.product((True, False), repeat=2)), ids=str)
-@pytest.mark.parametrize("gate", [(8,), (3, 1, 8), (3, 5, 8)], ids=str)
-def test_gate_backward(device, gate, mask):
-    for dtype in (F32, BF16):
-        d, input = torch.randn(3, 5, 8, device=device), torch.randn(3, 5, 8, device=device)
-        args = (d, input.to(dtype), torch.randn(gate, device=device))
-        torch.library.opcheck(ops.gate_backward.default, (*args, *mask))
+def test_every_operator_with_a_kernel_has_a_formula():
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+    ours = {name for space, name in names if space == load.NAMESPACE}
+    if ops._build_info() != "cpu only":
+        assert {n for n in ours if has_kernel(f"{load.NAMESPACE}::{n}", "CUDA")} == set(ALL)
+    for name, args in ALL.items():
+        operator = getattr(ops, name).default
+        defaults = [a.default_value for a in operator._schema.arguments]
+        by_default = [a for a, d in zip(args, defaults, strict=True) if d is not None and a == d]
+        assert by_default == [], name
+        prefix = f"{load.NAMESPACE}::{fallback.PREFIX}"
+        formula = getattr(ops, fallback.PREFIX + name).default._schema
+        assert str(formula) == str(operator._schema).replace(f"{load.NAMESPACE}::", prefix)
+
+
+def as_tuple(found):
+    return found if isinstance(found, tuple | list) else (found,)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_formula_is_what_other_devices_compute(name):
+    before = fallback.served[name]
+    found = getattr(ops, fallback.PREFIX + name)(*ALL[name])
+    expected = getattr(ops, name)(*ALL[name])
+    assert fallback.served[name] == before + 1
+    torch.testing.assert_close(as_tuple(found), as_tuple(expected), rtol=0, atol=0)
+
+
+def test_the_last_error_of_a_formula_is_kept():
+    with pytest.raises(RuntimeError):
+        getattr(ops, f"{fallback.PREFIX}group_norm")(torch.randn(2, 3), 2, *(None,) * 4, 1e-5)
+    assert ops._formula_error().startswith("expected num_groups that divides the 3 channels")
+
+
+@contextlib.contextmanager
+def served_by_formula(*names):
+    """No kernel takes a call; checks which operators' formulas served."""
+    fallback.served.clear()
+    ops._force("strategy=formula")
+    try:
+        yield
+    finally:
+        ops._force(None)
+    assert fallback.served == dict.fromkeys(names, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", ALL)
+def test_every_operator_finds_its_formula(name, dtype):
+    operator = getattr(ops, name)
+    within: Any = {"rtol": 2e-2, "atol": 2e-2} if dtype == BF16 else {"rtol": 1e-4, "atol": 1e-5}
+    for args in variants(operator.default, calls_of_all(dtype=dtype)[name]):
+        expected = operator(*args)
+        with served_by_formula(name):
+            found = operator(*(a.cuda() if isinstance(a, torch.Tensor) else a for a in args))
+        for one, other in zip(as_tuple(found), as_tuple(expected), strict=True):
+            torch.testing.assert_close(one.cpu(), other, **within)
+            assert one.stride() == other.stride()
+
+
+@pytest.mark.gpu
+def test_derivatives_of_formulas():
+    for shape, run in (
+        ((4, 16), lambda x, w: fl.layer_norm(x, w, w)),
+        ((4, 16, 3), lambda x, w: fl.group_norm(x, 2, w, w, activation="silu")),
+        ((4, 16), lambda x, w: fl.rms_norm_gated(x, x, w)),
+    ):
+        gradients = []
+        for device in ("cpu", "cuda"):
+            torch.manual_seed(0)
+            x, w = torch.randn(shape), torch.randn(16)
+            x, w = x.to(device).requires_grad_(), w.to(device).requires_grad_()
+            fallback.served.clear()
+            if device == "cuda":
+                ops._force("strategy=formula")
+            try:
+                found = torch.autograd.grad(run(x, w).square().sum(), (x, w))
+            finally:
+                ops._force(None)
+            gradients.append([gradient.cpu() for gradient in found])
+        assert sorted(fallback.served.values()) == [1, 1]
+        torch.testing.assert_close(gradients[1], gradients[0])
+
+
+@pytest.mark.gpu
+def test_memory_that_a_formula_lacks_is_named():
+    torch.cuda.empty_cache()
+    # The operator's y and copy of x have room, but not the formula's float32.
+    samples = int(0.35 * torch.cuda.mem_get_info()[0]) // 2**31
+    x = torch.zeros(1, 1, 1, device="cuda", dtype=BF16).expand(samples, 1, 2**30)
+    with served_by_formula("group_norm"), pytest.raises(torch.OutOfMemoryError, match="formula"):
+        fl.group_norm(x, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("samples", "channels", "positions"), [(1, 1, 2**30 + 8), (2**30, 1, 2)])
+def test_groups_that_kernels_cannot_count(samples, channels, positions):
+    """More than 2^30 positions a channel, and 2^30 groups."""
+    x = torch.randn(positions, device="cuda", dtype=BF16).expand(samples, channels, positions)
+    if samples > 1:
+        x = torch.randn(samples, 1, 1, device="cuda", dtype=BF16).expand(-1, channels, positions)
+    module = fl.FusedGroupNorm(1, channels, device="cuda", dtype=BF16).requires_grad_(False)
+    swapped = fl.swap_norms(torch.nn.GroupNorm(1, channels, device="cuda", dtype=BF16))
+    swapped.requires_grad_(False)
+    for run in (lambda: fl.group_norm(x, 1), lambda: module(x), lambda: swapped(x)):
+        y = run()
+        for part in (slice(0, 8), slice(-8, None)):
+            given = x if samples == 1 else x[part]
+            expected = F.group_norm(given.float(), 1).to(x.dtype)
+            of_y, expected = y[part].flatten()[-64:], expected[-8:].flatten()[-64:]
+            torch.testing.assert_close(of_y, expected)
+            del expected
+        del y
+
+
+@pytest.mark.gpu
+def test_more_groups_of_one_value_than_kernels_can_count(needs_memory):
+    needs_memory(60)
+    x = torch.randn(2**16, 2**15, device="cuda", dtype=BF16)
+    with torch.no_grad():
+        assert fl.group_norm(x, 2**15, activation="silu").eq(0).all()
