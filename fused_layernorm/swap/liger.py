@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..functional import layer_norm as _layer_norm
-from ..ops.arguments import HALF
 from ..stock import has_kernels
 from . import rms
 from .classes import Forward
@@ -25,8 +23,7 @@ def norm_of(self: Any) -> rms.Norm | None:
     weight, mode = self.weight, self.casting_mode
     if mode not in ("llama", "gemma"):
         return None
-    offset = 0.0 if weight is None else float(self.offset)
-    variant = rms.Variant(offset, mode == "llama")
+    variant = rms.Variant(0.0 if weight is None else float(self.offset), mode == "llama")
     return rms.Norm(weight, self.variance_epsilon, variant, rms.OF_X)
 
 
@@ -44,9 +41,9 @@ def layer_norm(self: Any, hidden_states: Tensor) -> Tensor | None:
     x, weight, bias = hidden_states, self.weight, self.bias
     if type(x) is not Tensor or not has_kernels(x) or weight is None or bias is None:
         return None
-    if x.dtype not in (*HALF, torch.float32) or weight.shape != x.shape[-1:]:
+    if weight.shape != x.shape[-1:] or bias.dtype is not weight.dtype:
         return None
-    if weight.dtype not in (x.dtype, torch.float32) or bias.dtype is not weight.dtype:
+    if (x.dtype, weight.dtype) not in rms.OF_X:
         return None
     return _layer_norm(x, weight, bias, self.variance_epsilon, out_dtype=x.dtype)
 
@@ -63,4 +60,3 @@ RMS_NORMS: dict[tuple[str, str], dict[str, Forward]] = {
 LAYER_NORMS: dict[tuple[str, str], dict[str, Forward]] = {
     ("liger_kernel.transformers.layer_norm", "LigerLayerNorm"): {"18bbdca3525db81b": layer_norm}
 }
-ALL = {**RMS_NORMS, **LAYER_NORMS}

@@ -20,9 +20,9 @@ from ..modules import FusedLayerNorm
 from ..ops.arguments import HALF, broadcasts
 from ..stock import LAYER_NORM_FORWARD, LayerNorm, are_supported
 from . import source
-from .classes import Forward, is_as_read, must_be_called
+from .classes import Forward, is_as_read, known_of, must_be_called
 from .forwards import float32, matched, of_layer_norm
-from .rewrite import Rewriter, Template, attribute_of_self, target_of
+from .rewrite import Bound, Rewriter, Rules, Template, attribute_of_self, target_of
 
 torch.fx.wrap("_modulated")
 
@@ -50,7 +50,7 @@ def _affine(norm: Any) -> tuple[Tensor | None, Tensor | None]:
 
 def _forward_of(norm: Any) -> Forward | None:
     """The forward that a swap has given to a norm's class."""
-    known = getattr(type(norm), "_known", None)
+    known = known_of(norm)
     return None if known is None else known.forward
 
 
@@ -142,12 +142,16 @@ def derived(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 # ---- Their source.
 
-_OF_NORM = Template("NORM(X)"), Template("NORM(X).to(dtype=dtype)")
+_OF_NORM = Template("NORM(X)"), Template("NORM(X).to(dtype=DTYPE)")
 _MODULATIONS = (
-    (Template("N * FACTOR + SHIFT"), "shift=SHIFT, scale=SCALE"),
-    (Template("N * FACTOR"), "scale=SCALE"),
-    (Template("N + SHIFT"), "shift=SHIFT"),
+    Template("N * FACTOR + SHIFT", "self._modulate(NORM, X, SHIFT, SCALE, DTYPE)"),
+    Template("N * FACTOR", "self._modulate(NORM, X, None, SCALE, DTYPE)"),
+    Template("N + SHIFT", "self._modulate(NORM, X, SHIFT, None, DTYPE)"),
 )
+_RULES: Rules = {
+    "NORM": lambda node: attribute_of_self(node).startswith("norm"),
+    "DTYPE": lambda node: isinstance(node, ast.Name),
+}
 
 
 class _Modulations(Rewriter):
@@ -157,42 +161,34 @@ class _Modulations(Rewriter):
     """
 
     def __init__(self) -> None:
-        super().__init__({"NORM": lambda node: attribute_of_self(node).startswith("norm")})
-        self.waiting: dict[str, tuple[Any, str]] = {}
+        super().__init__({"N": self._norm}, *_MODULATIONS)
+        self.waiting: dict[str, Bound] = {}
 
     def visit(self, node: Any) -> Any:
         target, norm = target_of(node), self._norm(getattr(node, "value", None))
         if target is not None and norm is not None:
-            of, node.value, dtype = norm
-            self.waiting[target] = of, dtype
+            self.waiting[target], node.value = norm, norm["X"]
             return node
-        for template, given in _MODULATIONS:
-            bound = template.match(node, {"N": lambda one: self._norm(one) is not None})
-            if bound is not None:
-                bound["NORM"], bound["X"], dtype = self._norm(bound["N"]) or (None, None, "")
-                if "FACTOR" in bound:
-                    bound["SCALE"] = _scale(bound["FACTOR"])
-                return Template("None", f"self._modulate(NORM, X, {given}{dtype})").fill(bound)
-        return self.generic_visit(node)
-
-    def _norm(self, node: Any) -> tuple[Any, Any, str] | None:
-        """self.norm, x and the dtype to which its result is cast, as an argument."""
-        if isinstance(node, ast.Name) and node.id in self.waiting:
-            of, dtype = self.waiting[node.id]
-            return of, node, dtype
-        for template, dtype in zip(_OF_NORM, ("", ", dtype=dtype"), strict=True):
+        for template in self.templates:
             bound = template.match(node, self.rules)
             if bound is not None:
-                return bound["NORM"], bound["X"], dtype
-        return None
+                bound |= self._norm(bound["N"]) or {}
+                return template.fill({**bound, "SCALE": _scale(bound.get("FACTOR"))})
+        return self.generic_visit(node)
+
+    def _norm(self, node: Any) -> Bound | None:
+        """self.norm, x and the dtype to which its result is cast."""
+        if isinstance(node, ast.Name) and node.id in self.waiting:
+            return {**self.waiting[node.id], "X": node}
+        found = (template.match(node, _RULES) for template in _OF_NORM)
+        return next(({"DTYPE": ast.Constant(None), **bound} for bound in found if bound), None)
 
 
-def _scale(factor: Any) -> ast.expr:
+def _scale(factor: Any) -> Any:
     """scale, of 1 + scale; scale[index], of (1 + scale)[index]."""
     if isinstance(factor, ast.Subscript):
         return ast.Subscript(_scale(factor.value), factor.slice, ast.Load())
-    scale: ast.expr = factor.right
-    return scale
+    return getattr(factor, "right", None)
 
 
 def members(cls: type[nn.Module]) -> dict[str, Any]:
