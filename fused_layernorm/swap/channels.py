@@ -20,7 +20,6 @@ from ..functional import rms_norm
 from ..ops.arguments import HALF
 from ..stock import has_kernels
 from .classes import Forward
-from .forwards import then_act
 
 
 def _is_supported(x: Any, weight: Any, *, half: bool) -> bool:
@@ -90,18 +89,3 @@ def per_channel(
     if self.channel_dim != 1 or not _is_supported(x, None, half=activation is not None):
         return None
     return rms_norm(x, None, self.eps, activation=activation, out_dtype=x.dtype, dim=1)
-
-
-# From the digest of a forward's source to the forward that replaces it, for classes of any module.
-# diffusers 0.42: Wan, Qwen-Image, HunyuanVideo 1.5, HunyuanImage's refiner; Kandinsky 6; LTX-2
-SOURCES: dict[str, Forward] = {
-    "768a8b47f0d234dd": wan, "d3ad42d3bc4808d2": kandinsky6, "7a53c35dab801a62": per_channel
-}  # fmt: skip
-
-# Classes whose forward calls functions of other modules, by (module, class). timm 1.0
-CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
-    ("timm.layers.norm", "RmsNorm2d"): {"d58ebe86897249b0": timm},
-    ("timm.layers.norm", "RmsNorm2dFp32"): {"31fca9e5fcaea623": timm_float32},
-    ("timm.layers.norm_act", "RmsNormAct2d"): {"1a13e421e59ac70c": then_act(timm)},
-    ("timm.layers.norm_act", "RmsNormAct2dFp32"): {"42f7fd3cbf902e5e": then_act(timm_float32)},
-}

@@ -191,9 +191,6 @@ timm_channels_first = _norm(order=_CHANNELS, unless="_fast_norm")
 float32_channels_first = _norm(dtype="float32", order=_CHANNELS)
 channels_first_by_hand = _norm(dtype="widened", shape=None, dim=1)
 _channels_first_by_hand_5 = _norm(dtype="promoted", shape=None, dim=1)
-timm_last_dims_act, float32_act = then_act(timm_last_dims), then_act(float32)
-timm_channels_first_act = then_act(timm_channels_first)
-float32_channels_first_act = then_act(float32_channels_first)
 
 
 def of_layer_norm(self: Any, input: Tensor) -> Tensor | None:

@@ -25,8 +25,7 @@ from ..groups import (
 )
 from ..modules import is_bare
 from ..ops.formulas import activate
-from .classes import Forward, must_be_called
-from .source import INHERITED_GROUP
+from .classes import must_be_called
 
 # torch.fx.symbolic_trace records each of these as one call.
 torch.fx.wrap("group_norm")
@@ -208,38 +207,3 @@ def cosmos(self: Any, hidden_states: Tensor, activation: str | None = None) -> A
         return of_group_norm(norm, x, activation)
     y = of_group_norm(norm, x.permute(0, 2, 1, 3, 4).flatten(0, 1), activation)
     return None if y is None else y.unflatten(0, (x.shape[0], -1)).permute(0, 2, 1, 3, 4)
-
-
-_TIMM, _TIMM_ACT = {"1a67bdcebd2c4f36": timm}, {"20fabd42e1d1ff92": timm_act}
-_PE_AUDIO = {"f705f66458a989ec": pe_audio}
-
-# By (module, class), from the digest of a forward's source to the forward that replaces it, of timm
-# 1.0, diffusers 0.42 and transformers 5.24.
-CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
-    ("timm.layers.norm", "GroupNorm"): _TIMM,
-    ("timm.layers.norm", "GroupNorm1"): _TIMM,
-    ("timm.models.metaformer", "GroupNorm1NoBias"): _TIMM,
-    ("timm.layers.norm_act", "GroupNormAct"): _TIMM_ACT,
-    ("timm.layers.norm_act", "GroupNorm1Act"): _TIMM_ACT,
-    **{
-        (f"diffusers.models.{file}", name): sources
-        for file, name, sources in (
-            ("normalization", "AdaGroupNorm", {"304d5a49f63200b8": ada}),
-            ("unets.unet_kandinsky3", "Kandinsky3ConditionalGroupNorm",
-             {"368447d5724720ec": kandinsky3}),
-            ("autoencoders.autoencoder_kl_cosmos", "CosmosCausalGroupNorm",
-             {"8277782117b299c0": cosmos}),
-        )
-    },
-    **{
-        (f"transformers.models.{folder}.modeling_{folder}", name): sources
-        for folder, name, sources in (
-            ("bit", "BitGroupNormActivation", {"e2db88806e2c6156": bit}),
-            ("emu3", "Emu3VQVAEGroupNorm", {"39ad848f9088321d": emu3}),
-            ("pe_audio", "PeAudioMaskedGroupNorm", _PE_AUDIO),
-            ("pe_audio_video", "PeAudioVideoMaskedGroupNorm", _PE_AUDIO),
-            ("pe_video", "PeVideoMaskedGroupNorm", _PE_AUDIO),
-            ("poolformer", "PoolFormerGroupNorm", {INHERITED_GROUP: of_group_norm}),
-        )
-    },
-}  # fmt: skip

@@ -16,7 +16,6 @@ from torch import Tensor
 from ..functional import layer_norm as _layer_norm
 from ..stock import has_kernels
 from . import rms
-from .classes import Forward
 
 
 def norm_of(self: Any) -> rms.Norm | None:
@@ -46,17 +45,3 @@ def layer_norm(self: Any, hidden_states: Tensor) -> Tensor | None:
     if (x.dtype, weight.dtype) not in rms.OF_X:
         return None
     return _layer_norm(x, weight, bias, self.variance_epsilon, out_dtype=x.dtype)
-
-
-# By (module, class), from the digest of a forward's source to the forward that replaces it, of
-# liger-kernel 0.8.5. LigerRMSNormForGemma4 and ...ForMuseGlimmer have forwards of their own.
-RMS_NORMS: dict[tuple[str, str], dict[str, Forward]] = {
-    ("liger_kernel.transformers.rms_norm", f"LigerRMSNorm{suffix}"): {"2a515c6ab90304b0": rms_norm}
-    for suffix in (
-        *("", "ForGemma", "ForGemma2", "ForGemma3", "ForMuseGlimmerTextCentered", "ForOlmo2"),
-        *("ForGlm4", "ForQwen3Next"),
-    )
-}
-LAYER_NORMS: dict[tuple[str, str], dict[str, Forward]] = {
-    ("liger_kernel.transformers.layer_norm", "LigerLayerNorm"): {"18bbdca3525db81b": layer_norm}
-}

@@ -2,9 +2,8 @@
 """What a module is: the one place that says so, for the swaps of norms and for is_fused.
 
 A class is known by itself (nn.LayerNorm, and what register_swap was told of), by its name and the
-source of its forward, or by that source alone, wherever the class stands. The rows are in table.py,
-rms.py, channels.py, groups.py and liger.py; a new kind of norm adds its rows to `_BY_CLASS` or
-`_BY_SOURCE`, and its class of PyTorch to `_OF_PYTORCH`.
+source of its forward, or by that source alone, wherever the class stands. The rows are in table.py;
+a new kind of norm adds its rows there, and its class of PyTorch to `_OF_PYTORCH`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import stock
-from . import channels, forwards, groups, liger, rms, source, table
+from . import forwards, groups, rms, source, table
 from .classes import (
     PLAIN,
     REGISTERED,
@@ -30,27 +29,6 @@ from .classes import (
 )
 from .classes import is_fused as is_fused  # the package takes it from here
 from .source import Part, Source
-
-Sources = dict[str, Known]
-
-
-def _rows(kind: str, sources: dict[str, Forward]) -> Sources:
-    return {digest: Known(kind, forward) for digest, forward in sources.items()}
-
-
-# By (module, class), from the digest of a forward's source to what is known of it: classes whose
-# forward calls functions of other modules.
-_BY_CLASS: dict[tuple[str, str], Sources] = table.CLASSES | {
-    name: _rows(kind, sources)
-    for kind, classes in (
-        ("layer", liger.LAYER_NORMS),
-        ("rms", {**rms.CLASSES, **channels.CLASSES, **liger.RMS_NORMS}),
-        ("group", groups.CLASSES),
-    )
-    for name, sources in classes.items()
-}
-# From the digest alone, for classes of any module.
-_BY_SOURCE: Sources = _rows("rms", {**rms.SOURCES, **channels.SOURCES})
 
 # The classes of PyTorch, and their forwards at the import.
 _OF_PYTORCH: dict[type[nn.Module], tuple[Known, Any]] = {
@@ -93,7 +71,7 @@ def find(module: nn.Module, read: Read = source.read) -> Found | None:
     A class that is not known is a norm if its name says so and it has no children.
     """
     cls = swapped_from(module) or plain_class(module)
-    by_class = _BY_CLASS.get(_name(cls))
+    by_class = table.CLASSES.get(_name(cls))
     own = module.__dict__.get("forward")
     if own is not None:
         return _of_instance(module, own, cls, read)
@@ -134,11 +112,11 @@ def _read(cls: type[nn.Module], read: Read) -> tuple[Known | None, tuple[Part, .
     found = read(cls)
     if found is None:
         return None, ()
-    return _BY_CLASS.get(_name(cls), _BY_SOURCE).get(found.digest), found.parts
+    return table.CLASSES.get(_name(cls), table.SOURCES).get(found.digest), found.parts
 
 
 def _kind_by_name(cls: type) -> str | None:
-    if by_class := _BY_CLASS.get(_name(cls)):
+    if by_class := table.CLASSES.get(_name(cls)):
         return next(iter(by_class.values())).kind
     if kind := kind_of(cls):
         return kind
@@ -163,7 +141,7 @@ def accepted(module: nn.Module, found: Found) -> Found:
     """What a module is that nobody knows and a predicate accepts: a subclass of PyTorch's is taken
     to compute what PyTorch's class computes."""
     cls = swapped_from(module) or plain_class(module)
-    if "forward" in module.__dict__ or cls in _OF_PYTORCH or _name(cls) in _BY_CLASS:
+    if "forward" in module.__dict__ or cls in _OF_PYTORCH or _name(cls) in table.CLASSES:
         return found
     for of_pytorch, known in _AS_PYTORCH.items():
         if isinstance(module, of_pytorch):
@@ -177,8 +155,8 @@ def _of_liger(function: Any, read: Read) -> Known | None:
     of = getattr(sys.modules.get(getattr(function, "__module__", "")), name, None)
     if not isinstance(of, type) or vars(of).get("forward") is not function:
         return None
-    found = read(of) if _name(of) in _BY_CLASS and of.__module__.startswith("liger_") else None
-    return None if found is None else _BY_CLASS[_name(of)].get(found.digest)
+    found = read(of) if _name(of) in table.CLASSES and of.__module__.startswith("liger_") else None
+    return None if found is None else table.CLASSES[_name(of)].get(found.digest)
 
 
 # ---- Classes of swapped norms.

@@ -28,7 +28,7 @@ from ..ops.gated import ACTIVATIONS, GatedArguments
 from ..ops.operators import describe
 from ..stock import dtypes_are_supported, has_kernels
 from .classes import Forward, known_of
-from .forwards import parameter, then_act
+from .forwards import parameter
 
 
 class Variant(NamedTuple):
@@ -213,8 +213,6 @@ def timm_float32(self: Any, x: Tensor) -> Tensor | None:
     return normalized(x, weight, self.eps, PLAIN, OF_X, False)  # as F.rms_norm, which it calls
 
 
-timm_act, timm_float32_act = then_act(timm), then_act(timm_float32)
-
 # ---- A norm and its gate, and norms over groups of columns.
 
 
@@ -312,45 +310,3 @@ mamba2_gated = _gated(ROUNDED, _PROMOTED, lambda self, x: Groups(self.group_size
 mamba2_gated_whole = _gated(ROUNDED, _PROMOTED, lambda self, x: Groups(x.shape[-1], True))
 falcon_h1_gated = _gated(PLAIN, OF_X, _of_falcon_h1)
 falcon_h1_gated_squeezed = _gated(PLAIN, OF_X, _of_falcon_h1_squeezed)
-
-# From the digest of a forward's source to the forward that replaces it, for classes of any module.
-# These sources use nothing but torch, what the digest covers, and the libraries' ACT2FN.
-SOURCES: dict[str, Forward] = {
-    digest: forward
-    for digests, forward in (
-        # transformers 4.49 and 5.24
-        ("9aaa8062417d9115", llama),
-        ("2af31c4f7ac50dc5 123bdb1d786a09aa", llama4),
-        ("43a0d58fee9e76ef", gemma),
-        ("d6a51c3a5b31576c eb467367c10653c2", rounded_once),
-        ("2c1a2de9d1a44734", rounded_once_eps),
-        ("a31d41136392f84f", gemma3n),
-        ("7ebb08f2bf238dc7 3d411fe6cc9e0759", weightless),
-        ("25d06d4ab2c9feed", t5),
-        ("c3c2aa5ebb8a73de", muse_spark),
-        ("ace041eee8c95f9c", gemma_groups),
-        ("ed0eb72c0adec64b", imagegpt),
-        ("0f0b35a595eff49a", qwen3_next_gated),
-        ("84f5ab0d60236efd", kimi_gated),
-        ("35a4d513b3aa44c0", mamba2_gated),
-        ("0f4f182eb64f10d5", mamba2_gated_whole),  # before there were groups
-        ("90c76e9f8d19627d", falcon_h1_gated),
-        ("b80440363034ddd1", falcon_h1_gated_squeezed),  # of transformers 5.17 and before
-        # diffusers 0.30 to 0.42
-        ("4a55fc3e2c9bfd95 2daaa7b4d1199477", diffusers),  # the second 0.33 to 0.36, and later
-        ("bdcf2fe671f49cc9", diffusers_without_bias),  # to 0.31
-        ("2f02abc83856eb33 6a4f345d68fd8b59 1c7542beb3b9a42c", rounded_once_eps),
-        ("e86e9d2a242a4654", krea2),
-        ("74ab8bc808740333", gemma),
-        ("d7c8fcca5a00079e", stable_audio3),
-    )
-    for digest in digests.split()
-}
-
-# Classes whose forward calls functions of other modules, by (module, class).
-CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
-    ("timm.layers.norm", "RmsNorm"): {"d0e2b3b49ca8e71a": timm},
-    ("timm.layers.norm", "RmsNormFp32"): {"7f474bfa4b5a5f60": timm_float32},
-    ("timm.layers.norm_act", "RmsNormAct"): {"975efdc84e7ee6e8": timm_act},
-    ("timm.layers.norm_act", "RmsNormActFp32"): {"b9e5d6981e9b73e6": timm_float32_act},
-}
