@@ -45,8 +45,8 @@ class Known(NamedTuple):
 
 
 REGISTERED = "registered"  # the kind of a class of which only register_swap was told
-_NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "group": "GroupNorm", "rotation": "Rotation",
-          "activation": "Activation"}  # fmt: skip
+_SHOWN = {"layer": "LayerNorm", "rms": "RMSNorm", "group": "GroupNorm"}
+_SHOWN |= {"rotation": "Rotation", "activation": "Activation"}
 
 # ---- Making classes.
 
@@ -79,28 +79,17 @@ def made_class(
         forward: one that was made of the class's own source, and looks at each call by itself.
         members: further attributes of the class.
     """
-    key = (cls, known.forward, own)
+    key, meta = (cls, known.forward, own), type(cls)
     with lock:
         made: Any = _classes.get(key)
         if made is None or made._parts != parts:
-            made = _subclass(
-                cls,
-                {
-                    # Libraries look classes up by their names.
-                    "__module__": cls.__module__,
-                    "__qualname__": cls.__qualname__,
-                    "__doc__": cls.__doc__,
-                    "__reduce_ex__": _reduce_ex,
-                    "__repr__": _repr,
-                    "_again": again,
-                    "_known": known,
-                    "_own": None if own is None else staticmethod(own),
-                    "_parts": parts,
-                    "_swapped_from": cls,
-                    **members,
-                    **({} if known.derive is None else known.derive(cls)),
-                },
-            )
+            # Neither the class nor its metaclass is told. Libraries look classes up by their names.
+            make: Any = meta if meta is ABCMeta else functools.partial(type.__new__, meta)
+            members |= {name: getattr(cls, name) for name in _NAMES}
+            members |= {"_known": known, "_parts": parts, "_swapped_from": cls, "_again": again}
+            members["_own"] = None if own is None else staticmethod(own)
+            members |= {} if known.derive is None else known.derive(cls)
+            made = make(cls.__name__, (_Swapped, cls), members)
             made.forward = _or_stock(made) if forward is None else _while_as_read(made, forward)
             _classes[key] = made
             for tell in told_of_classes:
@@ -108,33 +97,27 @@ def made_class(
         return made
 
 
-class _Silent:
-    """Keeps from the classes behind it that a swap has made a subclass."""
+_NAMES = ("__module__", "__qualname__", "__doc__")
+
+
+class _Swapped:
+    """What every class that is made begins with."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        if not is_made(cls):
+        if not is_made(cls):  # the classes behind this one are not told that one was made
             super().__init_subclass__(**options)
 
+    def __repr__(self: Any) -> str:
+        cls, text, name = self._swapped_from, self._swapped_from.__repr__(self), self._get_name()
+        of_pytorch = "RMSNorm" if issubclass(cls, stock.RMSNorm) else "LayerNorm"
+        shown = f"Fused{_SHOWN.get(self._known.kind, of_pytorch)}[{cls.__name__}]"
+        return shown + (text.removeprefix(name) if text.startswith(name) else f"({text})")
 
-def _subclass(cls: type[nn.Module], named: dict[str, Any]) -> Any:
-    """A subclass of the same name, of which neither the class nor its metaclass is told."""
-    meta = type(cls)
-    make: Any = meta if meta is ABCMeta else functools.partial(type.__new__, meta)
-    return make(cls.__name__, (_Silent, cls), named)
-
-
-def _repr(self: Any) -> str:
-    cls, text, name = self._swapped_from, self._swapped_from.__repr__(self), self._get_name()
-    of_pytorch = "RMSNorm" if issubclass(cls, stock.RMSNorm) else "LayerNorm"
-    shown = f"Fused{_NAMES.get(self._known.kind, of_pytorch)}[{cls.__name__}]"
-    return shown + (text.removeprefix(name) if text.startswith(name) else f"({text})")
-
-
-def _reduce_ex(self: Any, protocol: Any) -> Any:
-    cls, reduced = type(self), object.__reduce_ex__(self, max(2, protocol))
-    if not is_made(cls):
-        return reduced
-    return (_unpickled, (cls._swapped_from, *cls._again), *reduced[2:])
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        cls, reduced = type(self), object.__reduce_ex__(self, max(2, protocol))
+        if not is_made(cls):
+            return reduced
+        return (_unpickled, (cls._swapped_from, *cls._again), *reduced[2:])
 
 
 def _unpickled(cls: type[nn.Module], again: Callable[..., Any], *args: Any) -> nn.Module:
@@ -378,9 +361,10 @@ def is_fused(module: nn.Module) -> bool:
     return "_is_swapped" not in module.__dict__ or cls._stock.forward is PLAIN[cls._stock][2]
 
 
-def known_of(module: Any) -> Known | None:
-    """What is known of the class that a swap has given to a module."""
-    return getattr(type(module), "_known", None)
+def forward_of(cls: Any) -> Forward | None:
+    """The forward that is known of a class that a swap has made; None for another class."""
+    known: Known | None = getattr(cls, "_known", None)
+    return None if known is None else known.forward
 
 
 def kind_of(cls: Any) -> str:

@@ -81,11 +81,16 @@ def _is_supported(self: Any, x: Any) -> bool:
     return x.dim() > 1 and stock.norm_is_supported(x, self.weight, self.bias, self.eps)
 
 
-def of_group_norm(self: Any, input: Any, activation: str | None = None) -> Tensor | None:
-    """What calls F.group_norm, as subclasses of nn.GroupNorm that a predicate accepted."""
+def of_group_norm(
+    self: Any, input: Any, activation: str | None = None, read: Any = as_pytorch_reads
+) -> Tensor | None:
+    """What calls F.group_norm, as subclasses of nn.GroupNorm that a predicate accepted.
+
+    `read` gives the input in the order of memory of the result.
+    """
     if not _is_supported(self, input) or has_one_value(input, self.num_groups):
         return None
-    x, norm = as_pytorch_reads(input), (self.weight, self.bias, self.eps)
+    x, norm = read(input), (self.weight, self.bias, self.eps)
     return group_norm(x, self.num_groups, *norm, activation=activation)
 
 
@@ -151,17 +156,19 @@ def modulated(
 ) -> Tensor | None:
     """activation(group_norm(x) * (1 + scale) + shift), if the kernels compute it, and the library
     would give the result in the norm's dtype."""
-    if not stock.are_supported(x, scale, shift) or not stock.dtypes_are_supported(x, weight, bias):
+    tensors, numbers = (x, scale, shift, weight, bias), (scale, shift)
+    if not stock.are_supported(*tensors) or not stock.dtypes_are_supported(x, weight, bias):
         return None
     if F.group_norm is not stock.group_norm or x.dim() < 2 or eps != eps:
         return None
-    if has_one_value(x, num_groups):
+    if has_one_value(x, num_groups) or any(
+        one.dtype is not x.dtype
+        or one.dim() != x.dim()
+        or one.shape[:2] != x.shape[:2]
+        or one.shape[2:].numel() != 1
+        for one in numbers
+    ):
         return None
-    for numbers in (scale, shift):
-        if numbers.dtype is not x.dtype or numbers.dim() != x.dim():
-            return None
-        if numbers.shape[:2] != x.shape[:2] or numbers.shape[2:].numel() != 1:
-            return None
     norm = (num_groups, shift, scale, weight, bias, eps)
     return ada_group_norm(x, *norm, activation=activation)
 

@@ -20,8 +20,8 @@ from ..modules import FusedLayerNorm
 from ..ops.arguments import HALF, broadcasts
 from ..stock import LAYER_NORM_FORWARD, LayerNorm, are_supported
 from . import source
-from .classes import Forward, is_as_read, known_of, must_be_called
-from .forwards import float32, matched, of_layer_norm
+from .classes import forward_of, is_as_read, must_be_called
+from .forwards import float32, matched, of_layer_norm, parameter
 from .rewrite import Bound, Rewriter, Rules, Template, attribute_of_self, target_of
 
 torch.fx.wrap("_modulated")
@@ -35,36 +35,24 @@ def _need_not_be_called(norm: Any) -> bool:
             return False
         if norm._is_swapped and LayerNorm.forward is not LAYER_NORM_FORWARD:
             return False
-    elif not (_forward_of(norm) in (float32, of_layer_norm) and is_as_read(cls)):
+    elif not (forward_of(cls) in (float32, of_layer_norm) and is_as_read(cls)):
         return False
-    return are_supported(*_affine(norm)) and not must_be_called(norm)
-
-
-def _affine(norm: Any) -> tuple[Tensor | None, Tensor | None]:
-    """A norm's weight and bias. An attribute of a module takes ten times as long as an item."""
-    own = norm._parameters
-    if "weight" in own and "bias" in own:
-        return own["weight"], own["bias"]
-    return norm.weight, norm.bias
-
-
-def _forward_of(norm: Any) -> Forward | None:
-    """The forward that a swap has given to a norm's class."""
-    known = known_of(norm)
-    return None if known is None else known.forward
+    weight, bias = parameter(norm, "weight"), parameter(norm, "bias")
+    return are_supported(weight, bias) and not must_be_called(norm)
 
 
 def _modulate(
     norm: Any,
     x: Tensor,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
+    shift: Tensor | None,
+    scale: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, by default the norm's own."""
-    if dtype is None and _forward_of(norm) is float32:
+    if dtype is None and forward_of(type(norm)) is float32:
         dtype = x.dtype
-    return _modulated(x, shift, scale, *_affine(norm), norm.eps, norm.normalized_shape, dtype)
+    parameters = parameter(norm, "weight"), parameter(norm, "bias")
+    return _modulated(x, shift, scale, *parameters, norm.eps, norm.normalized_shape, dtype)
 
 
 def _modulated(
@@ -77,51 +65,24 @@ def _modulated(
     normalized_shape: Sequence[int],
     norm_dtype: torch.dtype | None,
 ) -> Tensor:
-    """The result has the dtype of PyTorch's own norm(x) * (1 + scale) + shift."""
-    out_dtype = _dtype_of_result(x, shift, scale, norm_dtype)
+    """The result has the dtype of PyTorch's own norm(x) * (1 + scale) + shift, in which autocast
+    makes norm(x) float32, except on the CPU."""
+    device, modulations = x.device.type, [one for one in (shift, scale) if one is not None]
+    is_widened = x.dtype in HALF and device != "cpu" and torch.is_autocast_enabled(device)
+    out_dtype = norm_dtype or (torch.float32 if is_widened else x.dtype)
+    for one in modulations:
+        out_dtype = torch.promote_types(out_dtype, one.dtype)
     x, weight, bias = matched(x, weight, bias)
-    if not (_suits(x, shift) and _suits(x, scale)):
-        y = layer_norm(
-            x, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=norm_dtype
-        )
+    is_double = x.dtype == torch.float64
+    options: Any = {"normalized_shape": normalized_shape}
+    if not all((is_double or m.dtype != torch.float64) and broadcasts(m, x) for m in modulations):
+        y = layer_norm(x, weight, bias, eps, out_dtype=norm_dtype, **options)
         y = y if scale is None else y * (1 + scale)
         return y if shift is None else y + shift
-    tensors = (_beside(x, shift), _beside(x, scale), weight, bias)
-    return ada_layer_norm(x, *tensors, eps, normalized_shape=normalized_shape, out_dtype=out_dtype)
-
-
-def _dtype_of_result(
-    x: Tensor, shift: Tensor | None, scale: Tensor | None, norm_dtype: torch.dtype | None
-) -> torch.dtype:
-    """The dtype of PyTorch's own norm(x) * (1 + scale) + shift."""
-    dtype = norm_dtype or _dtype_of_layer_norm(x)
-    for modulation in (shift, scale):
-        if modulation is not None and modulation.dtype != dtype:
-            dtype = torch.promote_types(dtype, modulation.dtype)
-    return dtype
-
-
-def _dtype_of_layer_norm(x: Tensor) -> torch.dtype:
-    """The dtype of PyTorch's layer_norm(x): autocast makes it float32, except on the CPU."""
-    device = x.device.type
-    if x.dtype in HALF and device != "cpu" and torch.is_autocast_enabled(device):
-        return torch.float32
-    return x.dtype
-
-
-def _suits(x: Tensor, modulation: Tensor | None) -> bool:
-    """Whether a modulation broadcasts to x without enlarging it, and is float64 only if x is."""
-    if modulation is None:
-        return True
-    is_taken = modulation.dtype != torch.float64 or x.dtype == torch.float64
-    return is_taken and broadcasts(modulation, x)
-
-
-def _beside(x: Tensor, modulation: Tensor | None) -> Tensor | None:
-    """The modulation in a dtype that ada_layer_norm takes beside x, never a narrower one."""
-    if modulation is None or modulation.dtype == x.dtype:
-        return modulation
-    return modulation.to(torch.float32 if x.dtype in HALF else x.dtype)
+    # Beside x ada_layer_norm takes this dtype, too. No modulation is narrowed.
+    wide = torch.float32 if x.dtype in HALF else x.dtype
+    shift, scale = (m if m is None or m.dtype == x.dtype else m.to(wide) for m in (shift, scale))
+    return ada_layer_norm(x, shift, scale, weight, bias, eps, out_dtype=out_dtype, **options)
 
 
 # ---- The forwards.

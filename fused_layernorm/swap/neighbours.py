@@ -25,19 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
-from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from .. import stock
-from ..groups import KEEPS_CHANNELS_LAST, as_pytorch_reads, group_norm, has_one_value
+from ..groups import KEEPS_CHANNELS_LAST, as_pytorch_reads
 from . import channels, groups, rewrite, rms, source
 from .classes import (
     Forward,
     Known,
+    forward_of,
     is_as_read,
     is_fused,
     kind_of,
-    known_of,
     made_class,
     must_be_called,
 )
@@ -60,10 +59,9 @@ def _activated(self: Any, act: Any, norm: Any, x: Any, *rest: Any) -> Any:
 def _modulated(self: Any, act: Any, norm: Any, x: Any, scale: Any, shift: Any) -> Any:
     """act(norm(x) * (1 + scale) + shift)"""
     activation, y = _fused_activation(self, act, norm, x), None
-    if activation is not None and is_plain_group_norm(norm) and _takes(norm, x):
-        parameters = (norm.weight, norm.bias, norm.eps)
-        x = _in_order(self, x)
-        y = groups.modulated(x, norm.num_groups, *parameters, scale, shift, activation)
+    if activation is not None and is_plain_group_norm(norm):
+        options = (norm.num_groups, norm.weight, norm.bias, norm.eps, scale, shift, activation)
+        y = groups.modulated(_in_order(self, x), *options)
     return act(norm(x) * (1 + scale) + shift) if y is None else y
 
 
@@ -71,41 +69,24 @@ def _fused_activation(self: Any, act: Any, norm: Any, x: Any) -> str | None:
     """The activation's name, if norm and activation may be one call of a kernel."""
     if not stock.has_kernels(x) or not isinstance(norm, nn.Module) or must_be_called(norm):
         return None
-    cls: Any = type(norm)
-    if hasattr(cls, "_parts") and not is_as_read(cls):
-        return None
-    return activation_of(act) if is_as_read(type(self)) else None
-
-
-def _takes(norm: Any, x: Tensor) -> bool:
-    return (
-        nn.GroupNorm.forward is stock.GROUP_NORM_FORWARD
-        and F.group_norm is stock.group_norm
-        and x.dim() > 1
-        and stock.norm_is_supported(x, norm.weight, norm.bias, norm.eps)
-        and not has_one_value(x, norm.num_groups)
-    )
+    return activation_of(act) if is_fused(norm) and is_as_read(type(self)) else None
 
 
 def _of_norm(self: Any, norm: Any, activation: str, x: Tensor, *rest: Any) -> Tensor | None:
-    y: Tensor | None = None
-    if is_plain_group_norm(norm):
-        if not rest and _takes(norm, x):
-            options = (norm.num_groups, norm.weight, norm.bias, norm.eps)
-            y = group_norm(_in_order(self, x), *options, activation=activation)
-        return y
-    known = known_of(norm)
-    if known is None or not stock.are_supported(x, *rest, *norm._parameters.values()):
+    if is_plain_group_norm(norm) and not rest:
+        return groups.of_group_norm(norm, x, activation, lambda x: _in_order(self, x))
+    if not stock.are_supported(x, *rest, *norm._parameters.values()):
         return None
-    if known.forward in ACTIVATED:
-        y = known.forward(norm, x, *rest, activation=activation)
+    y, forward = None, forward_of(type(norm))
+    if forward in ACTIVATED:
+        y = forward(norm, x, *rest, activation=activation)  # type: ignore[misc]
     elif not rest and (found := rms.norm_of(norm)) is not None:
         y = rms.normalized(x, *found, activation=activation)
     return y
 
 
 # The forwards, of the tables of norms, that apply an activation too.
-ACTIVATED: set[Forward] = {
+ACTIVATED: set[Forward | None] = {
     *(groups.instance_norm, groups.of_group_norm, groups.timm),
     *(groups.ada, groups.kandinsky3, groups.cosmos),
     *(channels.wan, channels.kandinsky6, channels.per_channel),
@@ -155,8 +136,8 @@ def is_pair(norm: Any, act: Any, cls: Any = None) -> bool:
         return False
     if is_plain_group_norm(norm, cls):
         return True
-    known = getattr(cls or type(norm), "_known", None)
-    return known is not None and (known.forward in ACTIVATED or known.forward in rms.NORMS)
+    forward = forward_of(cls or type(norm))
+    return forward in ACTIVATED or forward in rms.NORMS
 
 
 # ---- Their source.
@@ -313,7 +294,7 @@ def has_pair(module: nn.Module, made: Any, planned: Planned) -> bool:
     if isinstance(made, str):
         children = filter(is_known, module.children())
         return any(kind_of(planned.get(one, type(one))) == "group" for one in children)
-    if made._known.forward is _in_sequence:
+    if forward_of(made) is _in_sequence:
         pairs: Any = itertools.pairwise(module._modules.values())
         return any(is_pair(norm, act, planned.get(norm)) for norm, act in pairs)
     named: Any = ((module._modules.get(name), act) for name, act in made._pairs)

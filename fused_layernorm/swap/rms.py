@@ -27,7 +27,7 @@ from ..ops.arguments import DTYPES
 from ..ops.gated import ACTIVATIONS, GatedArguments
 from ..ops.operators import describe
 from ..stock import dtypes_are_supported, has_kernels
-from .classes import Forward, known_of
+from .classes import Forward, forward_of
 from .forwards import parameter
 
 
@@ -117,13 +117,12 @@ class Norm(NamedTuple):
 
 
 # By forward, those that may become part of another kernel: the norm of a module, if it is one.
-NORMS: dict[Forward, Callable[[Any], Norm | None]] = {}
+NORMS: dict[Forward | None, Callable[[Any], Norm | None]] = {}
 
 
 def norm_of(module: Any) -> Norm | None:
     """The norm that a swapped module computes, if it may become part of another kernel."""
-    known = known_of(module)
-    of = None if known is None else NORMS.get(known.forward)
+    of = NORMS.get(forward_of(type(module)))
     return None if of is None else of(module)
 
 
