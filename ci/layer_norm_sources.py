@@ -5,8 +5,8 @@
     python ci/layer_norm_sources.py --rms .venv/lib/python3.11/site-packages/transformers
 
 Nothing is imported from the folder, so any version of a package will do, unpacked anywhere. For a
-new release, read what each unknown class computes, and enter the class with its digest into
-fused_layernorm/swap/table.py, or the digest of an RMSNorm into fused_layernorm/swap/rms.py.
+new release, read what each unknown class computes, and enter the class with its digest, or the
+digest of an RMSNorm, into fused_layernorm/swap/table.py.
 """
 
 import argparse
@@ -15,11 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fused_layernorm.swap import channels, rms, source, table
-
-# Of RMSNorms, over rows and over channels.
-SOURCES = {**rms.SOURCES, **channels.SOURCES}
-CLASSES = {**rms.CLASSES, **channels.CLASSES}
+from fused_layernorm.swap import source
+from fused_layernorm.swap.table import CLASSES, SOURCES
 
 Class = tuple[str, ast.ClassDef, dict[str, ast.FunctionDef]]
 
@@ -56,7 +53,7 @@ def digest(cls: ast.ClassDef, functions: dict[str, ast.FunctionDef]) -> str | No
 
 
 def known_layer_norm(module: str, cls: ast.ClassDef, found: str | None) -> str:
-    sources = table.CLASSES.get((module, cls.name))
+    sources = CLASSES.get((module, cls.name))
     if found in SOURCES:
         return "computes RMSNorm"
     if sources is None:

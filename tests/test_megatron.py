@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fused_layernorm.megatron: the interface of Megatron-LM's norm slots, and Megatron-LM itself.
-
-Stand-ins test the slots' interface without Megatron: the call that builds a norm, the attributes
-that mark its parameters, and the freeing of its result. If megatron-core is installed, one of its
-transformer layers is built and run with our norms in its slots.
-"""
+"""fused_layernorm.megatron: the interface of Megatron-LM's norm slots, and, if megatron-core is
+installed, one of its transformer layers with our norms in its slots."""
 
 import copy
 import re
@@ -129,33 +125,13 @@ def test_zero_centered_weight_of_half_precision_keeps_its_digits(device, normali
 
 @NORMALIZATIONS
 @ZERO_CENTERED
-def test_half_precision_parameters_beside_a_float32_residual_stream(
-    device, normalization, zero_centered
-):
-    """As where config.fp32_residual_connection is set."""
-    norm = randomize(build(normalization, zero_centered)).to(device, torch.bfloat16)
-    x = torch.randn(7, HIDDEN, device=device)
-    y = norm(x)
-    assert y.dtype == torch.float32
-    assert_close(y, copy.deepcopy(norm).float()(x))
-    y.sum().backward()
-    assert norm.weight.grad.dtype == torch.bfloat16
-
-
-@NORMALIZATIONS
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_parameters_are_marked(normalization, sequence_parallel):
-    norm = build(normalization, sequence_parallel=sequence_parallel)
-    for parameter in norm.bfloat16().parameters():  # as Megatron converts a model
-        assert parameter.sequence_parallel is sequence_parallel
-
-
-@NORMALIZATIONS
-def test_result_may_be_freed_before_backward(device, normalization):
-    """Pipeline stages free the memory of an output that is sent, which a view would prevent."""
-    norm = randomize(build(normalization)).to(device)
-    x = torch.randn(8, HIDDEN, device=device, requires_grad=True)
-    dy = torch.randn(8, HIDDEN, device=device)
+@pytest.mark.parametrize("parallel", [False, True])
+def test_what_megatron_relies_on(device, normalization, zero_centered, parallel):
+    """Marks of parameters, half precision beside config.fp32_residual_connection's stream, and a
+    result whose memory may be freed before backward, as pipeline stages do: no view."""
+    norm = randomize(build(normalization, zero_centered, sequence_parallel=parallel)).to(device)
+    x = torch.randn(7, HIDDEN, device=device, requires_grad=True)
+    dy = torch.randn(7, HIDDEN, device=device)
     (expected,) = torch.autograd.grad(norm(x), x, dy)
     y = norm(x)
     assert y._base is None
@@ -165,6 +141,16 @@ def test_result_may_be_freed_before_backward(device, normalization):
         (y,), (dy,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
     assert_close(x.grad, expected)
+
+    norm.zero_grad()
+    norm.bfloat16()  # as Megatron converts a model
+    y = norm(x)
+    assert y.dtype == torch.float32
+    assert_close(y, copy.deepcopy(norm).float()(x))
+    y.sum().backward()
+    for parameter in norm.parameters():
+        assert parameter.sequence_parallel is parallel
+        assert parameter.grad.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,7 @@ from torch import nn
 
 import fused_layernorm as fl
 from fused_layernorm import is_fused, swap_layer_norm, swap_norms, unswap_norms
-from fused_layernorm.swap import channels as swap_channels
-from fused_layernorm.swap import groups as swap_groups
-from fused_layernorm.swap import rms as swap_rms
+from fused_layernorm.swap import table
 
 T, D, A = "transformers.models.", "diffusers.models.", "diffusers.models.autoencoders."
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -493,17 +491,22 @@ def test_traced_and_scripted(case, compiler, device):
 
 def test_every_known_source_is_tested():
     """Skipped where an installed version lacks one of the classes above."""
-    of_any_module = [row for row in RMS.values() if not row[0].startswith("timm.")]
-    found = {digest(class_of(module, name)) for module, name, _ in of_any_module}
-    assert set(swap_rms.SOURCES) <= found
-    lines = {(module, cls) for module, cls, *_ in CHANNELS.values()}
-    assert set(swap_channels.CLASSES) <= lines
-    assert set(swap_channels.SOURCES) <= {digest(class_of(*line)) for line in lines}
+    lines = [(module, cls) for module, cls, *_ in (*RMS.values(), *CHANNELS.values())]
+    assert {*table.SOURCES} <= {digest(class_of(*line)) for line in lines}
+    of_rms = {name for name, known in table.CLASSES.items() if kind(known) == "rms"}
+    assert {name for name in of_rms if name[0].startswith("timm.")} <= {*lines}
 
 
-@pytest.mark.parametrize("name", swap_groups.CLASSES, ids=".".join)
+def kind(known):
+    return next(iter(known.values())).kind
+
+
+GROUP_CLASSES = [name for name, known in table.CLASSES.items() if kind(known) == "group"]
+
+
+@pytest.mark.parametrize("name", GROUP_CLASSES, ids=".".join)
 def test_the_installed_group_norms_are_known(name):
-    assert digest(class_of(*name)) in swap_groups.CLASSES[name]
+    assert digest(class_of(*name)) in table.CLASSES[name]
 
 
 # ---- Classes of versions that are not installed, copied unchanged but for their names.

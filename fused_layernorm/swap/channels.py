@@ -20,7 +20,6 @@ from ..functional import rms_norm
 from ..ops.arguments import HALF
 from ..stock import has_kernels
 from .classes import Forward
-from .forwards import then_act
 
 
 def _is_supported(x: Any, weight: Any, *, half: bool) -> bool:
@@ -32,27 +31,23 @@ def _is_supported(x: Any, weight: Any, *, half: bool) -> bool:
     return x.dtype is torch.float32 or (half and x.dtype in HALF)
 
 
-# ---- timm. In half precision RmsNorm2d rounds at every step, or autocast decides where it does.
-
-
 def _timm(*, wide: bool) -> Forward:
+    """In half precision RmsNorm2d rounds at every step, or autocast decides where it does."""
+
     def forward(self: Any, x: Tensor) -> Tensor | None:
-        if not wide and self._fast_norm:
-            return None
-        if not _is_supported(x, self.weight, half=wide) or x.dim() != 4:
+        is_fast = not wide and self._fast_norm
+        if is_fast or not _is_supported(x, self.weight, half=wide) or x.dim() != 4:
             return None
         if len(self.normalized_shape) != 1:
             return None
         if self.weight is not None and self.weight.shape != x.shape[1:2]:
             return None
-        y: Tensor = rms_norm(x, self.weight, self.eps, out_dtype=x.dtype, dim=1)
-        return y
+        return rms_norm(x, self.weight, self.eps, out_dtype=x.dtype, dim=1)
 
     return forward
 
 
 timm, timm_float32 = _timm(wide=False), _timm(wide=True)
-timm_act, timm_float32_act = then_act(timm), then_act(timm_float32)
 
 
 # ---- diffusers' VAEs: F.normalize, which divides by the length of the vector of channels or by
@@ -62,19 +57,18 @@ timm_act, timm_float32_act = then_act(timm), then_act(timm_float32)
 
 def _normalize(self: Any, x: Tensor, bias: Any, activation: str | None) -> Tensor | None:
     gamma = self.gamma
-    if not _is_supported(x, gamma, half=True) or gamma.dim() != x.dim() - 1:
+    if not _is_supported(x, gamma, half=True):
         return None
     channels = x.shape[1]
     if gamma.shape != (channels, *(1,) * (x.dim() - 2)) or self.scale != channels**0.5:
         return None
     eps = 1e-24 / channels  # added to the mean of the squares, and so 1e-12 to the length at most
     if x.dtype is torch.float32 or activation is not None:
-        weight, offset = gamma.flatten(), bias.flatten() if isinstance(bias, Tensor) else None
-        if gamma.dtype is x.dtype and (offset is None or offset.dtype is x.dtype):
-            options: Any = {"bias": offset, "activation": activation, "out_dtype": x.dtype}
-            y: Tensor = rms_norm(x, weight, eps, dim=1, **options)
-            return y
-        return None
+        offset = bias.flatten() if isinstance(bias, Tensor) else None
+        if gamma.dtype is not x.dtype or (offset is not None and offset.dtype is not x.dtype):
+            return None
+        options: Any = {"bias": offset, "activation": activation, "out_dtype": x.dtype}
+        return rms_norm(x, gamma.flatten(), eps, dim=1, **options)
     # The normalized vector is rounded, and so is each product.
     unit: Tensor = rms_norm(x, None, eps, scale=1 / self.scale, out_dtype=x.dtype, dim=1)
     return unit * self.scale * gamma + bias
@@ -94,22 +88,4 @@ def per_channel(
     """LTX-2's: it has no weight, and its own channel_dim counts, whatever forward is given."""
     if self.channel_dim != 1 or not _is_supported(x, None, half=activation is not None):
         return None
-    y: Tensor = rms_norm(x, None, self.eps, activation=activation, out_dtype=x.dtype, dim=1)
-    return y
-
-
-# From the digest of a forward's source to the forward that replaces it, for classes of any module.
-SOURCES: dict[str, Forward] = {
-    # diffusers 0.42: Wan, Qwen-Image, HunyuanVideo 1.5, HunyuanImage's refiner
-    "768a8b47f0d234dd": wan,
-    "d3ad42d3bc4808d2": kandinsky6,
-    "7a53c35dab801a62": per_channel,
-}
-
-# Classes whose forward calls functions of other modules, by (module, class). timm 1.0
-CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
-    ("timm.layers.norm", "RmsNorm2d"): {"d58ebe86897249b0": timm},
-    ("timm.layers.norm", "RmsNorm2dFp32"): {"31fca9e5fcaea623": timm_float32},
-    ("timm.layers.norm_act", "RmsNormAct2d"): {"1a13e421e59ac70c": timm_act},
-    ("timm.layers.norm_act", "RmsNormAct2dFp32"): {"42f7fd3cbf902e5e": timm_float32_act},
-}
+    return rms_norm(x, None, self.eps, activation=activation, out_dtype=x.dtype, dim=1)

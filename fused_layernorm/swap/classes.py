@@ -45,65 +45,12 @@ class Known(NamedTuple):
 
 
 REGISTERED = "registered"  # the kind of a class of which only register_swap was told
-
-_PARAMETERS = {nn.Parameter, type(None)}
-_is_compiling = torch.compiler.is_dynamo_compiling
-
-_NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "group": "GroupNorm"}
-_NAMES |= {"rotation": "Rotation", "activation": "Activation"}
-
+_SHOWN = {"layer": "LayerNorm", "rms": "RMSNorm", "group": "GroupNorm"}
+_SHOWN |= {"rotation": "Rotation", "activation": "Activation"}
 
 # ---- Making classes.
 
 _classes: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
-
-
-def made_class(
-    cls: type[nn.Module],
-    known: Known,
-    parts: tuple[Part, ...],
-    again: tuple[Callable[..., nn.Module], tuple[Any, ...]],
-    own: Forward | None = None,
-    wrap: Callable[[Any], Forward] | None = None,
-    **members: Any,
-) -> type[nn.Module]:
-    """The subclass of cls with the forward that is known; modules that are alike share it.
-
-    Args:
-        parts: what was read of cls, its forward first.
-        again: a function and its arguments, which give an empty module where one is unpickled, for
-            pickle cannot find the class by its name.
-        own: the forward that the instance had in its place, which the swap has taken over.
-        wrap: gives the class's forward; by default `_or_stock`.
-        members: further attributes of the class.
-    """
-    key = (cls, known.forward, own)
-    with lock:
-        made = _classes.get(key)
-        if made is None or made._parts != parts:  # type: ignore[attr-defined]
-            named = {
-                # Libraries look classes up by their names.
-                "__module__": cls.__module__,
-                "__qualname__": cls.__qualname__,
-                "__doc__": cls.__doc__,
-                "__reduce_ex__": _reduce_ex,
-                "__repr__": _repr,
-                "_again": again,
-                "_known": known,
-                "_own": None if own is None else staticmethod(own),
-                "_parts": parts,
-                "_swapped_from": cls,
-                **members,
-                **({} if known.derive is None else known.derive(cls)),
-            }
-            made = _subclass(cls, named)
-            made.forward = (wrap or _or_stock)(made)
-            _classes[key] = made
-            for tell in told_of_classes:
-                tell(cls, made)
-        return made
-
-
 # Called with each class that is made, and what it is made from.
 told_of_classes: list[Callable[[type[nn.Module], type[nn.Module]], None]] = []
 
@@ -113,19 +60,91 @@ def made_classes() -> list[tuple[type[nn.Module], type[nn.Module]]]:
     return [(key[0], made) for key, made in [*_classes.items()]]
 
 
-class _Silent:
-    """Keeps from the classes behind it that a swap has made a subclass."""
+def made_class(
+    cls: type[nn.Module],
+    known: Known,
+    parts: tuple[Part, ...],
+    again: tuple[Any, ...],
+    own: Forward | None = None,
+    forward: Forward | None = None,
+    **members: Any,
+) -> type[nn.Module]:
+    """The subclass of cls with the forward that is known; modules that are alike share it.
+
+    Args:
+        parts: what was read of cls, its forward first.
+        again: a function and its arguments behind cls, which give the class where a module is
+            unpickled, for pickle cannot find it by its name.
+        own: the forward that the instance had in its place, which the swap has taken over.
+        forward: one that was made of the class's own source, and looks at each call by itself.
+        members: further attributes of the class.
+    """
+    key, meta = (cls, known.forward, own), type(cls)
+    with lock:
+        made: Any = _classes.get(key)
+        if made is None or made._parts != parts:
+            # Neither the class nor its metaclass is told. Libraries look classes up by their names.
+            make: Any = meta if meta is ABCMeta else functools.partial(type.__new__, meta)
+            members |= {name: getattr(cls, name) for name in _NAMES}
+            members |= {"_known": known, "_parts": parts, "_swapped_from": cls, "_again": again}
+            members["_own"] = None if own is None else staticmethod(own)
+            members |= {} if known.derive is None else known.derive(cls)
+            made = make(cls.__name__, (_Swapped, cls), members)
+            made.forward = _or_stock(made) if forward is None else _while_as_read(made, forward)
+            _classes[key] = made
+            for tell in told_of_classes:
+                tell(cls, made)
+        return made
+
+
+_NAMES = ("__module__", "__qualname__", "__doc__")
+
+
+class _Swapped:
+    """What every class that is made begins with."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        if not is_made(cls):
+        if not is_made(cls):  # the classes behind this one are not told that one was made
             super().__init_subclass__(**options)
 
+    def __repr__(self: Any) -> str:
+        cls, text, name = self._swapped_from, self._swapped_from.__repr__(self), self._get_name()
+        of_pytorch = "RMSNorm" if issubclass(cls, stock.RMSNorm) else "LayerNorm"
+        shown = f"Fused{_SHOWN.get(self._known.kind, of_pytorch)}[{cls.__name__}]"
+        return shown + (text.removeprefix(name) if text.startswith(name) else f"({text})")
 
-def _subclass(cls: type[nn.Module], named: dict[str, Any]) -> Any:
-    """A subclass of the same name, of which neither the class nor its metaclass is told."""
-    meta = type(cls)
-    make: Any = meta if meta is ABCMeta else functools.partial(type.__new__, meta)
-    return make(cls.__name__, (_Silent, cls), named)
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        cls, reduced = type(self), object.__reduce_ex__(self, max(2, protocol))
+        if not is_made(cls):
+            return reduced
+        return (_unpickled, (cls._swapped_from, *cls._again), *reduced[2:])
+
+
+def _unpickled(cls: type[nn.Module], again: Callable[..., Any], *args: Any) -> nn.Module:
+    """An empty module of the class; one of cls where that is another release's."""
+    found = again(cls, *args)
+    made: Any = found if isinstance(found, type) else cls
+    return made.__new__(made)
+
+
+# ---- Their forwards.
+
+
+def _while_as_read(made: Any, fused: Forward) -> Forward:
+    """The forward; the stock one for a module that was unswapped while somebody kept it, and where
+    that is not the one that was read."""
+    cls, read = made._swapped_from, made._parts[0].function
+
+    @functools.wraps(read)  # torch.jit.script compiles what is wrapped
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_fused = cls.forward is read and hasattr(type(self), "_swapped_from")
+        return (fused if is_fused else cls.forward)(self, *args, **kwargs)
+
+    return forward
+
+
+_PARAMETERS = {nn.Parameter, type(None)}
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def _or_stock(swapped: Any) -> Forward:
@@ -144,54 +163,50 @@ def _or_stock(swapped: Any) -> Forward:
     parameters = [*inspect.signature(wrapped).parameters.values()][1:2]  # the first after self
     first = next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "")
 
-    def is_plain(self: Any, x: Any) -> bool:
-        """What follows from is_fused_call for the most common call, in a third of its time."""
-        return (
-            type(x) is Tensor
-            and not (has_torch_function_variadic(x, *self._parameters.values()) or x.is_nested)
-            and F.layer_norm is stock.layer_norm
-            and F.rms_norm is stock.rms_norm
-            and (read is None or cls.forward is read)
-            and (not has_others or others_are_as_read())
-            and isinstance(self, swapped)
-        )
-
     def others_are_as_read() -> bool:
         return all(part.is_as_read() for part in parts[1:])
 
     # Dynamo asks while it traces: it would guard all globals of a module.
     others_are_as_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def is_fused_call(self: Any, *args: Any) -> bool:
+    def is_known(self: Any) -> bool:
         is_read = read is None or cls.forward is read
-        known = is_read and (not has_others or others_are_as_read()) and isinstance(self, swapped)
-        return known and stock.are_supported(*args, *self._parameters.values())
+        return is_read and (not has_others or others_are_as_read()) and isinstance(self, swapped)
 
-    def is_plain_but_for_a_device_mode(
-        self: Any, x: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
+    def is_plain(self: Any, x: Any) -> bool:
+        """What follows from are_supported for the most common call, in a third of its time."""
+        return (
+            type(x) is Tensor
+            and not (has_torch_function_variadic(x, *self._parameters.values()) or x.is_nested)
+            and F.layer_norm is stock.layer_norm
+            and F.rms_norm is stock.rms_norm
+            and is_known(self)
+        )
+
+    def is_plain_but_for_a_device_mode(self: Any, x: Any, others: Any) -> bool:
         """Other modules that a forward calls may make tensors, on the device that the mode says."""
-        if _is_compiling() or not is_norm or rest or kwargs or self._modules:
+        if _is_compiling() or not is_norm or others or self._modules:
             return False
         types = map(type, self._parameters.values())
         return stock.has_device_mode_alone() and type(x) is Tensor and _PARAMETERS.issuperset(types)
 
     def of_any_call(self: Any, x: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_plain_but_for_a_device_mode(self, x, rest, kwargs):
+        found = None
+        if is_plain_but_for_a_device_mode(self, x, rest or kwargs):
             with stock.without_function_modes():
-                known = is_plain(self, x)
-                found = fused(self, x) if known else None
-            if known:
-                return (cls.forward if own is None else own)(self, x) if found is None else found
+                found = fused(self, x) if is_plain(self, x) else None
+        if found is not None:
+            return found
         if x is None and kwargs.get(first) is not None:
             x = kwargs.pop(first)
         args = () if x is None and not rest else (x, *rest)
         # Asked first: under such a mode each access to a tensor costs the host microseconds.
-        is_seen = not _is_compiling() and stock.has_foreign_mode()
-        if not is_seen and is_fused_call(self, *args, *kwargs.values()):
+        is_unseen = _is_compiling() or not stock.has_foreign_mode()
+        others = (*kwargs.values(), *self._parameters.values())
+        if is_unseen and is_known(self) and stock.are_supported(*args, *others):
             found = fused(self, *args, **kwargs)
-            if found is not None:
-                return found
+        if found is not None:
+            return found
         return (cls.forward if own is None else own)(self, *args, **kwargs)
 
     # torch.jit.script compiles the source of the function that this one wraps, with the globals of
@@ -211,20 +226,6 @@ def _or_stock(swapped: Any) -> Forward:
     return functools.wraps(wrapped, updated=())(forward)
 
 
-def _repr(self: Any) -> str:
-    cls, text, name = self._swapped_from, self._swapped_from.__repr__(self), self._get_name()
-    kind = _NAMES.get(self._known.kind)
-    if kind is None:
-        kind = "RMSNorm" if issubclass(cls, stock.RMSNorm) else "LayerNorm"
-    shown = f"Fused{kind}[{cls.__name__}]"
-    return shown + (text.removeprefix(name) if text.startswith(name) else f"({text})")
-
-
-def _reduce_ex(self: Any, protocol: Any) -> Any:
-    reduced: Any = object.__reduce_ex__(self, max(2, protocol))
-    return (*type(self)._again, *reduced[2:]) if is_made(type(self)) else reduced
-
-
 # ---- What a call of a module runs.
 
 
@@ -232,8 +233,6 @@ def is_as_read(cls: Any) -> bool:
     """Whether what was read for a class of a swap is what it was."""
     return all(part.is_as_read() for part in cls._parts)
 
-
-is_as_read._dynamo_marked_constant = True  # type: ignore[attr-defined]  # asked while it traces
 
 _modules: Any = torch.nn.modules.module
 _CALL: Any = nn.Module.__call__
@@ -244,13 +243,12 @@ if getattr(_CALL, "__globals__", None) is not vars(_modules):  # somebody has re
 def _has_own_call(cls: type[nn.Module]) -> bool:
     """Whether another __call__ than nn.Module's runs; that of torch.fx takes a kernel as it is."""
     call: Any = cls.__call__
-    if call is _CALL:
-        return False
     names = getattr(call, "__globals__", {})
-    return not names.get("__name__", "").startswith("torch.fx.")
+    return call is not _CALL and not names.get("__name__", "").startswith("torch.fx.")
 
 
-_has_own_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# Dynamo asks while it traces.
+vars(is_as_read)["_dynamo_marked_constant"] = vars(_has_own_call)["_dynamo_marked_constant"] = True
 
 
 def must_be_called(module: Any) -> bool:
@@ -266,27 +264,6 @@ def must_be_called(module: Any) -> bool:
         or _modules._global_forward_pre_hooks
         or _modules._global_backward_hooks
         or _modules._global_backward_pre_hooks
-    )
-
-
-def swapped_from(module: nn.Module) -> type[nn.Module] | None:
-    """The class that the module had before a swap; None if it was not swapped."""
-    cls = plain_class(module)
-    if "_is_swapped" in module.__dict__:
-        return vars(cls).get("_stock")
-    return vars(cls).get("_swapped_from")
-
-
-def is_made(cls: type) -> bool:
-    """Whether a swap has made the class."""
-    return "_swapped_from" in vars(cls)
-
-
-def is_derived_from_swapped(module: nn.Module) -> bool:
-    """Whether somebody has given a swapped module a class derived from its swapped one."""
-    bases = plain_class(module).__mro__[1:]
-    return any(map(is_made, bases)) or (
-        "_is_swapped" in module.__dict__ and any("_stock" in vars(base) for base in bases)
     )
 
 
@@ -310,28 +287,6 @@ def _is_derived(cls: type) -> bool:
     return is_made and not issubclass(cls.__bases__[0], nn.Module)
 
 
-def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Gives the module this class in the place of its plain one."""
-    # Not by setattr, which a class may have of its own.
-    object.__setattr__(module, "__class__", _derived_as(type(module), cls))
-
-
-def unmark(module: nn.Module) -> None:
-    """Takes away what marks a module of PyTorch's class that was swapped."""
-    own = module.__dict__
-    if own.pop("_is_swapped", False):
-        own.pop("__module__", None)
-
-
-def give_back(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Gives a swapped module the class that it had, and what the swap has taken over."""
-    set_class(module, cls)
-    unmark(module)
-    own = module.__dict__
-    for name, value in own.pop("_taken_over", {}).items():
-        own.setdefault(name, value)
-
-
 def _derived_as(derived: type, cls: type[nn.Module]) -> type[nn.Module]:
     """cls, or derived from it what `derived` is of its plain class."""
     if not _is_derived(derived):
@@ -343,7 +298,42 @@ def _derived_as(derived: type, cls: type[nn.Module]) -> type[nn.Module]:
     return type(prefix + cls.__name__, (*others, cls), own)
 
 
-# ---- What is fused.
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Gives the module this class in the place of its plain one, and takes away what marks a module
+    of PyTorch's class that was swapped."""
+    # Not by setattr, which a class may have of its own.
+    object.__setattr__(module, "__class__", _derived_as(type(module), cls))
+    if module.__dict__.pop("_is_swapped", False):
+        module.__dict__.pop("__module__", None)
+
+
+def give_back(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Gives a swapped module the class that it had, and what the swap has taken over."""
+    set_class(module, cls)
+    own = module.__dict__
+    for name, value in own.pop("_taken_over", {}).items():
+        own.setdefault(name, value)
+
+
+# ---- What is swapped, and what is fused.
+
+
+def is_made(cls: type) -> bool:
+    """Whether a swap has made the class."""
+    return "_swapped_from" in vars(cls)
+
+
+def swapped_from(module: nn.Module) -> type[nn.Module] | None:
+    """The class that the module had before a swap; None if it was not swapped."""
+    own = vars(plain_class(module))
+    return own.get("_stock" if "_is_swapped" in module.__dict__ else "_swapped_from")
+
+
+def is_derived_from_swapped(module: nn.Module) -> bool:
+    """Whether somebody has given a swapped module a class derived from its swapped one."""
+    mark = "_stock" if "_is_swapped" in module.__dict__ else "_swapped_from"
+    return any(mark in vars(base) for base in plain_class(module).__mro__[1:])
+
 
 OURS = (FusedLayerNorm, FusedRMSNorm, FusedGroupNorm, FusedAdaLayerNorm)
 # What a swap makes of PyTorch's classes: each sees by itself whether PyTorch's forward is its own.
@@ -352,8 +342,6 @@ PLAIN: dict[type[nn.Module], tuple[type[nn.Module], str, Any]] = {
     stock.RMSNorm: (FusedRMSNorm, "rms", stock.RMS_NORM_FORWARD),
     stock.GroupNorm: (FusedGroupNorm, "group", stock.GROUP_NORM_FORWARD),
 }
-
-
 _KINDS = {cls: kind for cls, (_, kind, _) in PLAIN.items()}
 _KINDS |= dict.fromkeys(stock.InstanceNorms, "group")
 
@@ -370,9 +358,13 @@ def is_fused(module: nn.Module) -> bool:
         return is_as_read(cls)
     if not issubclass(cls, OURS):  # that of the module may have changed, in another thread
         return False
-    if "_is_swapped" in module.__dict__:
-        return bool(cls._stock.forward is PLAIN[cls._stock][2])
-    return True
+    return "_is_swapped" not in module.__dict__ or cls._stock.forward is PLAIN[cls._stock][2]
+
+
+def forward_of(cls: Any) -> Forward | None:
+    """The forward that is known of a class that a swap has made; None for another class."""
+    known: Known | None = getattr(cls, "_known", None)
+    return None if known is None else known.forward
 
 
 def kind_of(cls: Any) -> str:

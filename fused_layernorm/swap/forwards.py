@@ -22,10 +22,8 @@ from .classes import Forward
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
 # branches on dtypes or strides.
-torch.fx.wrap("layer_norm")
-torch.fx.wrap("_in_input_dtype")
-torch.fx.wrap("_float32_without_bias")
-torch.fx.wrap("_in_promoted_dtype")
+for _traced in ("layer_norm", "_in_input_dtype", "_float32_without_bias", "_in_promoted_dtype"):
+    torch.fx.wrap(_traced)
 
 
 def then_act(norm: Forward) -> Forward:
@@ -119,9 +117,7 @@ def _in_promoted_dtype(
     CPU. That widens the result too, unless the library rounds to x's dtype before it multiplies by
     weight.
     """
-    dtype = x.dtype
-    for parameter in (weight, bias):
-        dtype = torch.promote_types(dtype, parameter.dtype)
+    dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), bias.dtype)
     if autocast_widens and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.promote_types(dtype, torch.float32)
     dim = _last(x) if dim is None else dim
@@ -182,10 +178,6 @@ def _norm(
     return forward
 
 
-def _parameters(self: Any) -> tuple[Any, Any]:
-    return parameter(self, "weight"), parameter(self, "bias")
-
-
 last_dims = _norm()
 timm_last_dims = _norm(unless="_fast_norm")
 float32 = _norm(dtype="float32")
@@ -194,20 +186,16 @@ without_parameters = _norm(1e-5, "float32", affine=False)
 shape_of_weight = _norm(1e-5, shape=None)
 weight_plus_one = _norm(plus_one=True)
 by_hand = _norm("variance_epsilon", "promoted", shape=None)
-channels_first = _norm(order=_CHANNELS)
-channels_first_1d = _norm(order=_CHANNELS_1D)
+channels_first, channels_first_1d = _norm(order=_CHANNELS), _norm(order=_CHANNELS_1D)
 timm_channels_first = _norm(order=_CHANNELS, unless="_fast_norm")
 float32_channels_first = _norm(dtype="float32", order=_CHANNELS)
 channels_first_by_hand = _norm(dtype="widened", shape=None, dim=1)
 _channels_first_by_hand_5 = _norm(dtype="promoted", shape=None, dim=1)
-timm_last_dims_act, float32_act = then_act(timm_last_dims), then_act(float32)
-timm_channels_first_act = then_act(timm_channels_first)
-float32_channels_first_act = then_act(float32_channels_first)
 
 
 def of_layer_norm(self: Any, input: Tensor) -> Tensor | None:
     """What calls F.layer_norm, as subclasses of nn.LayerNorm that a predicate accepted."""
-    weight, bias = _parameters(self)
+    weight, bias = parameter(self, "weight"), parameter(self, "bias")
     if self.eps != self.eps or not dtypes_are_supported(input, weight, bias):
         return None
     return layer_norm(input, weight, bias, self.eps, normalized_shape=tuple(self.normalized_shape))
@@ -229,23 +217,21 @@ def float32_without_bias(self: Any, hidden_states: Tensor) -> Tensor:
     return _float32_without_bias(hidden_states, self.weight, self.variance_epsilon)
 
 
+_esmfold = _norm(shape="c_in")
+
+
 def esmfold(self: Any, x: Tensor) -> Tensor | None:
-    if x.dtype is torch.bfloat16:
-        return None
-    weight, bias = _parameters(self)
-    return layer_norm(x, weight, bias, self.eps, normalized_shape=self.c_in)
+    return None if x.dtype is torch.bfloat16 else _esmfold(self, x)
 
 
 def timm_exp2d(self: Any, x: Tensor) -> Any:
     return channels_first(self, x) if x.is_contiguous() else channels_first_by_hand(self, x)
 
 
-def data_format(self: Any, features: Tensor) -> Any:
-    is_first = self.data_format == "channels_first"
-    return channels_first(self, features) if is_first else last_dims(self, features)
+def data_format(self: Any, x: Tensor, first: Forward = channels_first) -> Any:
+    return (first if self.data_format == "channels_first" else last_dims)(self, x)
 
 
 def data_format_by_hand(self: Any, x: Tensor) -> Any:
     """transformers before 5.0."""
-    is_first = self.data_format == "channels_first"
-    return _channels_first_by_hand_5(self, x) if is_first else last_dims(self, x)
+    return data_format(self, x, _channels_first_by_hand_5)

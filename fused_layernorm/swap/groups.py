@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The group and instance norms of PyTorch and of other libraries: the sources that are known, and
-the forwards on the fused kernels that replace them.
+the forwards on the fused kernels that replace them; and the activations that the kernels apply.
 
 As in forwards.py, a forward returns None for what the class's own forward serves
 (classes._or_stock). The result has the strides of the stock one: PyTorch's group_norm reads and
@@ -23,14 +23,54 @@ from ..groups import (
     group_norm,
     has_one_value,
 )
+from ..modules import is_bare
 from ..ops.formulas import activate
-from .activations import activation_of
-from .classes import Forward, must_be_called
-from .source import INHERITED_GROUP
+from .classes import must_be_called
 
 # torch.fx.symbolic_trace records each of these as one call.
 torch.fx.wrap("group_norm")
 torch.fx.wrap("as_pytorch_reads")
+
+# ---- Activations, as functions and as modules of PyTorch's classes.
+
+# By class: its forward, and the name and the function that this calls. What a tool has replaced
+# before this import is None, and no function or forward is that.
+_ACTIVATIONS: dict[type[nn.Module], tuple[Any, str, Any]] = {
+    cls: (stock.own_forward(cls), name, stock.unless_replaced(getattr(F, name)))
+    for name, cls in (
+        ("silu", nn.SiLU), ("relu", nn.ReLU), ("gelu", nn.GELU), ("leaky_relu", nn.LeakyReLU)
+    )
+}  # fmt: skip
+_FUNCTIONS = {function: name for _, name, function in _ACTIVATIONS.values() if function}
+_FUNCTIONS[torch.relu] = "relu"
+
+
+def activation_of(act: Any) -> str | None:
+    """The name of the activation that a module or a function computes; None if it is no such.
+
+    A module that has hooks, or whose forward or function somebody has replaced, must be called.
+    """
+    if not isinstance(act, nn.Module):
+        return _FUNCTIONS.get(act) if callable(act) else None
+    forward, name, function = _ACTIVATIONS.get(type(act), (None, "", None))
+    if forward is None or type(act).forward is not forward or must_be_called(act):
+        return None
+    if getattr(F, name) is not function:
+        return None
+    if name == "gelu":
+        approximate: Any = act.approximate
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
+    return name if name != "leaky_relu" or act.negative_slope == 0.01 else None
+
+
+# ---- Forwards.
+
+
+def is_plain_group_norm(norm: Any, cls: Any = None) -> bool:
+    """Whether a norm, of the class that it has or will have, computes F.group_norm."""
+    cls = cls or type(norm)
+    is_ours = cls.forward is FusedGroupNorm.forward
+    return is_ours and (cls is not type(norm) or is_bare(norm))
 
 
 def _is_supported(self: Any, x: Any) -> bool:
@@ -41,17 +81,17 @@ def _is_supported(self: Any, x: Any) -> bool:
     return x.dim() > 1 and stock.norm_is_supported(x, self.weight, self.bias, self.eps)
 
 
-def _group_norm(self: Any, x: Any, activation: str | None = None) -> Tensor | None:
-    if not _is_supported(self, x) or has_one_value(x, self.num_groups):
+def of_group_norm(
+    self: Any, input: Any, activation: str | None = None, read: Any = as_pytorch_reads
+) -> Tensor | None:
+    """What calls F.group_norm, as subclasses of nn.GroupNorm that a predicate accepted.
+
+    `read` gives the input in the order of memory of the result.
+    """
+    if not _is_supported(self, input) or has_one_value(input, self.num_groups):
         return None
-    x, norm = as_pytorch_reads(x), (self.weight, self.bias, self.eps)
-    y: Tensor = group_norm(x, self.num_groups, *norm, activation=activation)
-    return y
-
-
-def of_group_norm(self: Any, input: Tensor, activation: str | None = None) -> Tensor | None:
-    """What calls F.group_norm, as subclasses of nn.GroupNorm that a predicate accepted."""
-    return _group_norm(self, input, activation)
+    x, norm = read(input), (self.weight, self.bias, self.eps)
+    return group_norm(x, self.num_groups, *norm, activation=activation)
 
 
 def instance_norm(self: Any, input: Tensor, activation: str | None = None) -> Tensor | None:
@@ -65,13 +105,10 @@ def instance_norm(self: Any, input: Tensor, activation: str | None = None) -> Te
         return None
     if self.eps == 0:
         return None
-    norm = (self.weight, self.bias, self.eps)
+    norm, x = (self.weight, self.bias, self.eps), input.contiguous()
     # Autocast makes group_norm float32, and lets instance_norm be.
     out_dtype = input.dtype if torch.is_autocast_enabled(input.device.type) else None
-    y: Tensor = group_norm(
-        input.contiguous(), channels, *norm, activation=activation, out_dtype=out_dtype
-    )
-    return y
+    return group_norm(x, channels, *norm, activation=activation, out_dtype=out_dtype)
 
 
 def has_running_statistics(module: Any) -> bool:
@@ -79,32 +116,32 @@ def has_running_statistics(module: Any) -> bool:
 
 
 def timm(self: Any, x: Tensor, activation: str | None = None) -> Tensor | None:
-    return None if self._fast_norm else _group_norm(self, x, activation)
+    return None if self._fast_norm else of_group_norm(self, x, activation)
+
+
+def _then_act(self: Any, x: Tensor, act: Any, may_fuse: bool = True) -> Any:
+    """The norm and the activation that the class has behind it."""
+    activation = activation_of(act) if may_fuse and stock.has_kernels(x) else None
+    y = of_group_norm(self, x, activation)
+    return y if y is None or activation is not None else act(y)
 
 
 def timm_act(self: Any, x: Tensor) -> Any:
-    if self._fast_norm:
-        return None
-    is_kept = (
-        type(self.drop) is nn.Identity and not must_be_called(self.drop) and stock.has_kernels(x)
-    )
-    activation = activation_of(self.act) if is_kept else None
-    y = _group_norm(self, x, activation)
-    return y if y is None or activation is not None else self.act(self.drop(y))
+    drops_none = type(self.drop) is nn.Identity and not must_be_called(self.drop)
+    act = self.act if drops_none else lambda y: self.act(self.drop(y))
+    return None if self._fast_norm else _then_act(self, x, act, drops_none)
 
 
 def bit(self: Any, hidden_state: Tensor) -> Any:
-    activation = activation_of(self.activation) if stock.has_kernels(hidden_state) else None
-    y = _group_norm(self, hidden_state, activation)
-    return y if y is None or activation is not None else self.activation(y)
+    return _then_act(self, hidden_state, self.activation)
 
 
 def emu3(self: Any, input: Tensor, quant_states: Any = None) -> Tensor | None:
-    return _group_norm(self, input)
+    return of_group_norm(self, input)
 
 
 def pe_audio(self: Any, x: Tensor, padding_mask: Any = None) -> Tensor | None:
-    return None if padding_mask is not None else _group_norm(self, x)
+    return None if padding_mask is not None else of_group_norm(self, x)
 
 
 def modulated(
@@ -119,26 +156,28 @@ def modulated(
 ) -> Tensor | None:
     """activation(group_norm(x) * (1 + scale) + shift), if the kernels compute it, and the library
     would give the result in the norm's dtype."""
-    if not stock.are_supported(x, scale, shift) or not stock.dtypes_are_supported(x, weight, bias):
+    tensors, numbers = (x, scale, shift, weight, bias), (scale, shift)
+    if not stock.are_supported(*tensors) or not stock.dtypes_are_supported(x, weight, bias):
         return None
     if F.group_norm is not stock.group_norm or x.dim() < 2 or eps != eps:
         return None
-    if has_one_value(x, num_groups):
+    if has_one_value(x, num_groups) or any(
+        one.dtype is not x.dtype
+        or one.dim() != x.dim()
+        or one.shape[:2] != x.shape[:2]
+        or one.shape[2:].numel() != 1
+        for one in numbers
+    ):
         return None
-    for numbers in (scale, shift):
-        if numbers.dtype is not x.dtype or numbers.dim() != x.dim():
-            return None
-        if numbers.shape[:2] != x.shape[:2] or numbers.shape[2:].numel() != 1:
-            return None
-    y: Tensor = ada_group_norm(
-        x, num_groups, shift, scale, weight, bias, eps, activation=activation
-    )
-    return y
+    norm = (num_groups, shift, scale, weight, bias, eps)
+    return ada_group_norm(x, *norm, activation=activation)
 
 
 def _modulated(
-    x: Tensor, num_groups: int, eps: float, scale: Tensor, shift: Tensor, activation: str | None
+    x: Tensor, num_groups: int, eps: float, numbers: Tensor, activation: str | None
 ) -> Tensor:
+    """Modulated by scale and shift, one behind the other in these numbers of channels."""
+    scale, shift = numbers.chunk(2, dim=1)
     y = modulated(as_pytorch_reads(x), num_groups, None, None, eps, scale, shift, activation)
     if y is None:
         y = activate(F.group_norm(x, num_groups, eps=eps) * (1 + scale) + shift, activation)
@@ -150,8 +189,7 @@ def ada(self: Any, x: Tensor, emb: Tensor, activation: str | None = None) -> Ten
     if not stock.has_kernels(x):
         return None
     numbers = self.linear(self.act(emb) if self.act else emb)[:, :, None, None]
-    scale, shift = numbers.chunk(2, dim=1)
-    return _modulated(x, self.num_groups, self.eps, scale, shift, activation)
+    return _modulated(x, self.num_groups, self.eps, numbers, activation)
 
 
 def kandinsky3(self: Any, x: Tensor, context: Tensor, activation: str | None = None) -> Any:
@@ -159,11 +197,10 @@ def kandinsky3(self: Any, x: Tensor, context: Tensor, activation: str | None = N
     norm = self.norm
     if not stock.has_kernels(x) or norm.weight is not None or must_be_called(norm):
         return None
-    context = self.context_mlp(context)
+    numbers = self.context_mlp(context)
     for _ in x.shape[2:]:
-        context = context.unsqueeze(-1)
-    scale, shift = context.chunk(2, dim=1)
-    return _modulated(x, norm.num_groups, norm.eps, scale, shift, activation)
+        numbers = numbers.unsqueeze(-1)
+    return _modulated(x, norm.num_groups, norm.eps, numbers, activation)
 
 
 def cosmos(self: Any, hidden_states: Tensor, activation: str | None = None) -> Any:
@@ -174,37 +211,6 @@ def cosmos(self: Any, hidden_states: Tensor, activation: str | None = None) -> A
     if activation is None or not is_plain or x.dim() != 5:
         return None
     if self.num_groups != 1:
-        return _group_norm(norm, x, activation)
-    y = _group_norm(norm, x.permute(0, 2, 1, 3, 4).flatten(0, 1), activation)
+        return of_group_norm(norm, x, activation)
+    y = of_group_norm(norm, x.permute(0, 2, 1, 3, 4).flatten(0, 1), activation)
     return None if y is None else y.unflatten(0, (x.shape[0], -1)).permute(0, 2, 1, 3, 4)
-
-
-_TIMM, _TIMM_ACT = {"1a67bdcebd2c4f36": timm}, {"20fabd42e1d1ff92": timm_act}
-
-# By (module, class), from the digest of a forward's source to the forward that replaces it, of timm
-# 1.0, diffusers 0.42 and transformers 5.24.
-CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
-    ("timm.layers.norm", "GroupNorm"): _TIMM,
-    ("timm.layers.norm", "GroupNorm1"): _TIMM,
-    ("timm.models.metaformer", "GroupNorm1NoBias"): _TIMM,
-    ("timm.layers.norm_act", "GroupNormAct"): _TIMM_ACT,
-    ("timm.layers.norm_act", "GroupNorm1Act"): _TIMM_ACT,
-    ("diffusers.models.normalization", "AdaGroupNorm"): {"304d5a49f63200b8": ada},
-    ("diffusers.models.unets.unet_kandinsky3", "Kandinsky3ConditionalGroupNorm"): {
-        "368447d5724720ec": kandinsky3
-    },
-    ("diffusers.models.autoencoders.autoencoder_kl_cosmos", "CosmosCausalGroupNorm"): {
-        "8277782117b299c0": cosmos
-    },
-    **{
-        (f"transformers.models.{folder}.modeling_{folder}", name): sources
-        for folder, name, sources in (
-            ("bit", "BitGroupNormActivation", {"e2db88806e2c6156": bit}),
-            ("emu3", "Emu3VQVAEGroupNorm", {"39ad848f9088321d": emu3}),
-            ("pe_audio", "PeAudioMaskedGroupNorm", {"f705f66458a989ec": pe_audio}),
-            ("pe_audio_video", "PeAudioVideoMaskedGroupNorm", {"f705f66458a989ec": pe_audio}),
-            ("pe_video", "PeVideoMaskedGroupNorm", {"f705f66458a989ec": pe_audio}),
-            ("poolformer", "PoolFormerGroupNorm", {INHERITED_GROUP: of_group_norm}),
-        )
-    },
-}

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..functional import layer_norm as _layer_norm
-from ..ops.arguments import HALF
 from ..stock import has_kernels
 from . import rms
-from .classes import Forward
 
 
 def norm_of(self: Any) -> rms.Norm | None:
     weight, mode = self.weight, self.casting_mode
     if mode not in ("llama", "gemma"):
         return None
-    offset = 0.0 if weight is None else float(self.offset)
-    variant = rms.Variant(offset, mode == "llama")
+    variant = rms.Variant(0.0 if weight is None else float(self.offset), mode == "llama")
     return rms.Norm(weight, self.variance_epsilon, variant, rms.OF_X)
 
 
@@ -44,23 +40,8 @@ def layer_norm(self: Any, hidden_states: Tensor) -> Tensor | None:
     x, weight, bias = hidden_states, self.weight, self.bias
     if type(x) is not Tensor or not has_kernels(x) or weight is None or bias is None:
         return None
-    if x.dtype not in (*HALF, torch.float32) or weight.shape != x.shape[-1:]:
+    if weight.shape != x.shape[-1:] or bias.dtype is not weight.dtype:
         return None
-    if weight.dtype not in (x.dtype, torch.float32) or bias.dtype is not weight.dtype:
+    if (x.dtype, weight.dtype) not in rms.OF_X:
         return None
     return _layer_norm(x, weight, bias, self.variance_epsilon, out_dtype=x.dtype)
-
-
-# By (module, class), from the digest of a forward's source to the forward that replaces it, of
-# liger-kernel 0.8.5. LigerRMSNormForGemma4 and ...ForMuseGlimmer have forwards of their own.
-RMS_NORMS: dict[tuple[str, str], dict[str, Forward]] = {
-    ("liger_kernel.transformers.rms_norm", f"LigerRMSNorm{suffix}"): {"2a515c6ab90304b0": rms_norm}
-    for suffix in (
-        *("", "ForGemma", "ForGemma2", "ForGemma3", "ForMuseGlimmerTextCentered", "ForOlmo2"),
-        *("ForGlm4", "ForQwen3Next"),
-    )
-}
-LAYER_NORMS: dict[tuple[str, str], dict[str, Forward]] = {
-    ("liger_kernel.transformers.layer_norm", "LigerLayerNorm"): {"18bbdca3525db81b": layer_norm}
-}
-ALL = {**RMS_NORMS, **LAYER_NORMS}

@@ -20,9 +20,9 @@ from ..modules import FusedLayerNorm
 from ..ops.arguments import HALF, broadcasts
 from ..stock import LAYER_NORM_FORWARD, LayerNorm, are_supported
 from . import source
-from .classes import Forward, is_as_read, must_be_called
-from .forwards import float32, matched, of_layer_norm
-from .rewrite import Rewriter, Template, attribute_of_self, target_of
+from .classes import forward_of, is_as_read, must_be_called
+from .forwards import float32, matched, of_layer_norm, parameter
+from .rewrite import Bound, Rewriter, Rules, Template, attribute_of_self, target_of
 
 torch.fx.wrap("_modulated")
 
@@ -35,36 +35,24 @@ def _need_not_be_called(norm: Any) -> bool:
             return False
         if norm._is_swapped and LayerNorm.forward is not LAYER_NORM_FORWARD:
             return False
-    elif not (_forward_of(norm) in (float32, of_layer_norm) and is_as_read(cls)):
+    elif not (forward_of(cls) in (float32, of_layer_norm) and is_as_read(cls)):
         return False
-    return are_supported(*_affine(norm)) and not must_be_called(norm)
-
-
-def _affine(norm: Any) -> tuple[Tensor | None, Tensor | None]:
-    """A norm's weight and bias. An attribute of a module takes ten times as long as an item."""
-    own = norm._parameters
-    if "weight" in own and "bias" in own:
-        return own["weight"], own["bias"]
-    return norm.weight, norm.bias
-
-
-def _forward_of(norm: Any) -> Forward | None:
-    """The forward that a swap has given to a norm's class."""
-    known = getattr(type(norm), "_known", None)
-    return None if known is None else known.forward
+    weight, bias = parameter(norm, "weight"), parameter(norm, "bias")
+    return are_supported(weight, bias) and not must_be_called(norm)
 
 
 def _modulate(
     norm: Any,
     x: Tensor,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
+    shift: Tensor | None,
+    scale: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, by default the norm's own."""
-    if dtype is None and _forward_of(norm) is float32:
+    if dtype is None and forward_of(type(norm)) is float32:
         dtype = x.dtype
-    return _modulated(x, shift, scale, *_affine(norm), norm.eps, norm.normalized_shape, dtype)
+    parameters = parameter(norm, "weight"), parameter(norm, "bias")
+    return _modulated(x, shift, scale, *parameters, norm.eps, norm.normalized_shape, dtype)
 
 
 def _modulated(
@@ -77,51 +65,24 @@ def _modulated(
     normalized_shape: Sequence[int],
     norm_dtype: torch.dtype | None,
 ) -> Tensor:
-    """The result has the dtype of PyTorch's own norm(x) * (1 + scale) + shift."""
-    out_dtype = _dtype_of_result(x, shift, scale, norm_dtype)
+    """The result has the dtype of PyTorch's own norm(x) * (1 + scale) + shift, in which autocast
+    makes norm(x) float32, except on the CPU."""
+    device, modulations = x.device.type, [one for one in (shift, scale) if one is not None]
+    is_widened = x.dtype in HALF and device != "cpu" and torch.is_autocast_enabled(device)
+    out_dtype = norm_dtype or (torch.float32 if is_widened else x.dtype)
+    for one in modulations:
+        out_dtype = torch.promote_types(out_dtype, one.dtype)
     x, weight, bias = matched(x, weight, bias)
-    if not (_suits(x, shift) and _suits(x, scale)):
-        y = layer_norm(
-            x, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=norm_dtype
-        )
+    is_double = x.dtype == torch.float64
+    options: Any = {"normalized_shape": normalized_shape}
+    if not all((is_double or m.dtype != torch.float64) and broadcasts(m, x) for m in modulations):
+        y = layer_norm(x, weight, bias, eps, out_dtype=norm_dtype, **options)
         y = y if scale is None else y * (1 + scale)
         return y if shift is None else y + shift
-    tensors = (_beside(x, shift), _beside(x, scale), weight, bias)
-    return ada_layer_norm(x, *tensors, eps, normalized_shape=normalized_shape, out_dtype=out_dtype)
-
-
-def _dtype_of_result(
-    x: Tensor, shift: Tensor | None, scale: Tensor | None, norm_dtype: torch.dtype | None
-) -> torch.dtype:
-    """The dtype of PyTorch's own norm(x) * (1 + scale) + shift."""
-    dtype = norm_dtype or _dtype_of_layer_norm(x)
-    for modulation in (shift, scale):
-        if modulation is not None and modulation.dtype != dtype:
-            dtype = torch.promote_types(dtype, modulation.dtype)
-    return dtype
-
-
-def _dtype_of_layer_norm(x: Tensor) -> torch.dtype:
-    """The dtype of PyTorch's layer_norm(x): autocast makes it float32, except on the CPU."""
-    device = x.device.type
-    if x.dtype in HALF and device != "cpu" and torch.is_autocast_enabled(device):
-        return torch.float32
-    return x.dtype
-
-
-def _suits(x: Tensor, modulation: Tensor | None) -> bool:
-    """Whether a modulation broadcasts to x without enlarging it, and is float64 only if x is."""
-    if modulation is None:
-        return True
-    is_taken = modulation.dtype != torch.float64 or x.dtype == torch.float64
-    return is_taken and broadcasts(modulation, x)
-
-
-def _beside(x: Tensor, modulation: Tensor | None) -> Tensor | None:
-    """The modulation in a dtype that ada_layer_norm takes beside x, never a narrower one."""
-    if modulation is None or modulation.dtype == x.dtype:
-        return modulation
-    return modulation.to(torch.float32 if x.dtype in HALF else x.dtype)
+    # Beside x ada_layer_norm takes this dtype, too. No modulation is narrowed.
+    wide = torch.float32 if x.dtype in HALF else x.dtype
+    shift, scale = (m if m is None or m.dtype == x.dtype else m.to(wide) for m in (shift, scale))
+    return ada_layer_norm(x, shift, scale, weight, bias, eps, out_dtype=out_dtype, **options)
 
 
 # ---- The forwards.
@@ -142,12 +103,16 @@ def derived(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 # ---- Their source.
 
-_OF_NORM = Template("NORM(X)"), Template("NORM(X).to(dtype=dtype)")
+_OF_NORM = Template("NORM(X)"), Template("NORM(X).to(dtype=DTYPE)")
 _MODULATIONS = (
-    (Template("N * FACTOR + SHIFT"), "shift=SHIFT, scale=SCALE"),
-    (Template("N * FACTOR"), "scale=SCALE"),
-    (Template("N + SHIFT"), "shift=SHIFT"),
+    Template("N * FACTOR + SHIFT", "self._modulate(NORM, X, SHIFT, SCALE, DTYPE)"),
+    Template("N * FACTOR", "self._modulate(NORM, X, None, SCALE, DTYPE)"),
+    Template("N + SHIFT", "self._modulate(NORM, X, SHIFT, None, DTYPE)"),
 )
+_RULES: Rules = {
+    "NORM": lambda node: attribute_of_self(node).startswith("norm"),
+    "DTYPE": lambda node: isinstance(node, ast.Name),
+}
 
 
 class _Modulations(Rewriter):
@@ -157,42 +122,34 @@ class _Modulations(Rewriter):
     """
 
     def __init__(self) -> None:
-        super().__init__({"NORM": lambda node: attribute_of_self(node).startswith("norm")})
-        self.waiting: dict[str, tuple[Any, str]] = {}
+        super().__init__({"N": self._norm}, *_MODULATIONS)
+        self.waiting: dict[str, Bound] = {}
 
     def visit(self, node: Any) -> Any:
         target, norm = target_of(node), self._norm(getattr(node, "value", None))
         if target is not None and norm is not None:
-            of, node.value, dtype = norm
-            self.waiting[target] = of, dtype
+            self.waiting[target], node.value = norm, norm["X"]
             return node
-        for template, given in _MODULATIONS:
-            bound = template.match(node, {"N": lambda one: self._norm(one) is not None})
-            if bound is not None:
-                bound["NORM"], bound["X"], dtype = self._norm(bound["N"]) or (None, None, "")
-                if "FACTOR" in bound:
-                    bound["SCALE"] = _scale(bound["FACTOR"])
-                return Template("None", f"self._modulate(NORM, X, {given}{dtype})").fill(bound)
-        return self.generic_visit(node)
-
-    def _norm(self, node: Any) -> tuple[Any, Any, str] | None:
-        """self.norm, x and the dtype to which its result is cast, as an argument."""
-        if isinstance(node, ast.Name) and node.id in self.waiting:
-            of, dtype = self.waiting[node.id]
-            return of, node, dtype
-        for template, dtype in zip(_OF_NORM, ("", ", dtype=dtype"), strict=True):
+        for template in self.templates:
             bound = template.match(node, self.rules)
             if bound is not None:
-                return bound["NORM"], bound["X"], dtype
-        return None
+                bound |= self._norm(bound["N"]) or {}
+                return template.fill({**bound, "SCALE": _scale(bound.get("FACTOR"))})
+        return self.generic_visit(node)
+
+    def _norm(self, node: Any) -> Bound | None:
+        """self.norm, x and the dtype to which its result is cast."""
+        if isinstance(node, ast.Name) and node.id in self.waiting:
+            return {**self.waiting[node.id], "X": node}
+        found = (template.match(node, _RULES) for template in _OF_NORM)
+        return next(({"DTYPE": ast.Constant(None), **bound} for bound in found if bound), None)
 
 
-def _scale(factor: Any) -> ast.expr:
+def _scale(factor: Any) -> Any:
     """scale, of 1 + scale; scale[index], of (1 + scale)[index]."""
     if isinstance(factor, ast.Subscript):
         return ast.Subscript(_scale(factor.value), factor.slice, ast.Load())
-    scale: ast.expr = factor.right
-    return scale
+    return getattr(factor, "right", None)
 
 
 def members(cls: type[nn.Module]) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 """What a module is: the one place that says so, for the swaps of norms and for is_fused.
 
 A class is known by itself (nn.LayerNorm, and what register_swap was told of), by its name and the
-source of its forward, or by that source alone, wherever the class stands. The rows are in table.py,
-rms.py, channels.py, groups.py and liger.py; a new kind of norm adds its rows to `_BY_CLASS` or
-`_BY_SOURCE`, and its class of PyTorch to `_OF_PYTORCH`.
+source of its forward, or by that source alone, wherever the class stands. The rows are in table.py;
+a new kind of norm adds its rows there, and its class of PyTorch to `_OF_PYTORCH`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import stock
-from . import channels, forwards, groups, liger, rms, source, table
+from . import forwards, groups, rms, source, table
 from .classes import (
     PLAIN,
     REGISTERED,
@@ -30,28 +29,6 @@ from .classes import (
 )
 from .classes import is_fused as is_fused  # the package takes it from here
 from .source import Part, Source
-
-Sources = dict[str, Known]
-
-
-def _rows(kind: str, sources: dict[str, Forward]) -> Sources:
-    return {digest: Known(kind, forward) for digest, forward in sources.items()}
-
-
-# By (module, class), from the digest of a forward's source to what is known of it: classes whose
-# forward calls functions of other modules.
-_BY_CLASS: dict[tuple[str, str], Sources] = {
-    **table.CLASSES,
-    **{name: _rows("layer", sources) for name, sources in liger.LAYER_NORMS.items()},
-    **{name: _rows("group", sources) for name, sources in groups.CLASSES.items()},
-    **{
-        name: _rows("rms", sources)
-        for classes in (rms.CLASSES, channels.CLASSES, liger.RMS_NORMS)
-        for name, sources in classes.items()
-    },
-}
-# From the digest alone, for classes of any module.
-_BY_SOURCE: Sources = {**_rows("rms", rms.SOURCES), **_rows("rms", channels.SOURCES)}
 
 # The classes of PyTorch, and their forwards at the import.
 _OF_PYTORCH: dict[type[nn.Module], tuple[Known, Any]] = {
@@ -70,6 +47,7 @@ _AS_PYTORCH: dict[type[nn.Module], Known] = {
 
 Make = Callable[[Any], "Forward | None"]
 _registered: dict[type[nn.Module], tuple[Make, Any]] = {}  # with the class's forward as it was
+Read = Callable[[type], "Source | None"]
 
 
 def register(cls: type[nn.Module], make: Make) -> None:
@@ -87,12 +65,13 @@ class Found(NamedTuple):
     own: Forward | None = None  # the forward of the instance that is known
 
 
-def find(module: nn.Module, read: Callable[[type], Source | None] = source.read) -> Found | None:
+def find(module: nn.Module, read: Read = source.read) -> Found | None:
     """What a module is that is not fused; None if it is no norm.
 
     A class that is not known is a norm if its name says so and it has no children.
     """
     cls = swapped_from(module) or plain_class(module)
+    by_class = table.CLASSES.get(_name(cls))
     own = module.__dict__.get("forward")
     if own is not None:
         return _of_instance(module, own, cls, read)
@@ -108,22 +87,24 @@ def find(module: nn.Module, read: Callable[[type], Source | None] = source.read)
             return Found(kind, reason="it has running statistics")
         if cls.forward is not _OF_PYTORCH[cls][1]:
             return Found(kind, reason="its forward was replaced")
-    by_class = _BY_CLASS.get((cls.__module__, cls.__qualname__))
-    if by_class is None and not _may_be_norm(module, cls):
-        return None
+    if by_class is None and not isinstance(module, tuple(_OF_PYTORCH)):  # its source alone counts
+        children = {name for name, _ in module.named_children()} - {"parametrizations"}
+        if cls.__module__.startswith("torch.") or children:
+            return None
     known, parts = _read(cls, read)
     if known is not None:
         return Found(known.kind, known, parts=parts)
-    kind_by_name = _kind_by_name(module, cls, by_class)
-    if kind_by_name is None:
-        return None
     unknown = "the source of its forward is not one that fused_layernorm knows"
-    return Found(kind_by_name, reason=unknown if by_class else "its class is not known")
+    by_name = _kind_by_name(cls)
+    reason = unknown if by_class else "its class is not known"
+    return None if by_name is None else Found(by_name, reason=reason)
 
 
-def _read(
-    cls: type[nn.Module], read: Callable[[type], Source | None]
-) -> tuple[Known | None, tuple[Part, ...]]:
+def _name(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
+
+
+def _read(cls: type[nn.Module], read: Read) -> tuple[Known | None, tuple[Part, ...]]:
     """What the source of a class's forward says that it is, and what was read."""
     if cls in _OF_PYTORCH:
         known, forward = _OF_PYTORCH[cls]
@@ -131,20 +112,11 @@ def _read(
     found = read(cls)
     if found is None:
         return None, ()
-    sources = _BY_CLASS.get((cls.__module__, cls.__qualname__), _BY_SOURCE)
-    return sources.get(found.digest), found.parts
+    return table.CLASSES.get(_name(cls), table.SOURCES).get(found.digest), found.parts
 
 
-def _may_be_norm(module: nn.Module, cls: type) -> bool:
-    """Whether a source that is known of any class counts for this module."""
-    if isinstance(module, tuple(_OF_PYTORCH)):
-        return True
-    children = {name for name, _ in module.named_children()} - {"parametrizations"}
-    return not cls.__module__.startswith("torch.") and not children
-
-
-def _kind_by_name(module: nn.Module, cls: type, by_class: Sources | None) -> str | None:
-    if by_class:
+def _kind_by_name(cls: type) -> str | None:
+    if by_class := table.CLASSES.get(_name(cls)):
         return next(iter(by_class.values())).kind
     if kind := kind_of(cls):
         return kind
@@ -154,18 +126,14 @@ def _kind_by_name(module: nn.Module, cls: type, by_class: Sources | None) -> str
     return "layer" if "LayerNorm" in cls.__name__ else "rms" if "rmsnorm" in name else None
 
 
-def _of_instance(
-    module: nn.Module, own: Any, cls: type[nn.Module], read: Callable[[type], Source | None]
-) -> Found | None:
+def _of_instance(module: nn.Module, own: Any, cls: type[nn.Module], read: Read) -> Found | None:
     """What a module is whose instance has a forward: Liger binds that of a class of its own."""
     function: Any = getattr(own, "__func__", None)
     if isinstance(own, types.MethodType) and own.__self__ is module:
         known = _of_liger(function, read)
         if known is not None:
             return Found(known.kind, known, own=function)
-    kind = _kind_by_name(module, cls, _BY_CLASS.get((cls.__module__, cls.__qualname__)))
-    if kind is None and cls in _registered:
-        kind = kind_of(cls) or REGISTERED
+    kind = _kind_by_name(cls) or (REGISTERED if cls in _registered else None)
     return None if kind is None else Found(kind, reason="the module has a forward of its own")
 
 
@@ -173,8 +141,7 @@ def accepted(module: nn.Module, found: Found) -> Found:
     """What a module is that nobody knows and a predicate accepts: a subclass of PyTorch's is taken
     to compute what PyTorch's class computes."""
     cls = swapped_from(module) or plain_class(module)
-    is_listed = (cls.__module__, cls.__qualname__) in _BY_CLASS
-    if "forward" in module.__dict__ or cls in _OF_PYTORCH or is_listed:
+    if "forward" in module.__dict__ or cls in _OF_PYTORCH or _name(cls) in table.CLASSES:
         return found
     for of_pytorch, known in _AS_PYTORCH.items():
         if isinstance(module, of_pytorch):
@@ -182,15 +149,14 @@ def accepted(module: nn.Module, found: Found) -> Found:
     return found
 
 
-def _of_liger(function: Any, read: Callable[[type], Source | None]) -> Known | None:
+def _of_liger(function: Any, read: Read) -> Known | None:
     """What is known of a function that is the forward of a class of Liger."""
-    name, _, attribute = getattr(function, "__qualname__", "").rpartition(".")
+    name = getattr(function, "__qualname__", "").removesuffix(".forward")
     of = getattr(sys.modules.get(getattr(function, "__module__", "")), name, None)
-    if not isinstance(of, type) or vars(of).get(attribute) is not function:
+    if not isinstance(of, type) or vars(of).get("forward") is not function:
         return None
-    key = (of.__module__, of.__qualname__)
-    found = read(of) if attribute == "forward" and key in liger.ALL else None
-    return None if found is None else _BY_CLASS[key].get(found.digest)
+    found = read(of) if _name(of) in table.CLASSES and of.__module__.startswith("liger_") else None
+    return None if found is None else table.CLASSES[_name(of)].get(found.digest)
 
 
 # ---- Classes of swapped norms.
@@ -203,13 +169,13 @@ def class_of(
     is_row = known.forward.__module__.startswith(f"{__package__}.")
     is_row = is_row and known not in _AS_PYTORCH.values()
     forward = None if is_row else known.forward
-    return made_class(cls, known, parts, (_unpickled, (cls, known.kind, forward, own)), own)
+    return made_class(cls, known, parts, (_again, known.kind, forward, own), own)
 
 
-def _unpickled(
+def _again(
     cls: type[nn.Module], kind: str, forward: Forward | None, own: Forward | None
-) -> nn.Module:
-    """An empty swapped module; one of cls where that is another release's.
+) -> type[nn.Module] | None:
+    """The class of a module that is unpickled; None where that is another release's.
 
     `forward` is that of register_swap, or of what a predicate accepted.
     """
@@ -220,5 +186,4 @@ def _unpickled(
         known, parts = Known(kind, forward), (Part(cls, "forward", cls.forward),)
     else:
         known, parts = _read(cls, source.read)
-    made = cls if known is None else class_of(cls, known, parts, own)
-    return made.__new__(made)
+    return None if known is None else class_of(cls, known, parts, own)

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import ast
 import copy
-import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
+from . import source
 from .classes import Forward, Known, made_class
 from .source import Part
 
-Rules = Mapping[str, Callable[[Any], bool]]
+Rules = Mapping[str, Callable[[Any], Any]]
 Bound = dict[str, Any]
-
-# ---- Templates.
 
 
 class Template:
@@ -40,20 +38,19 @@ class Template:
         return bound if _matches(self.pattern, node, rules, bound) else None
 
     def fill(self, bound: Bound) -> Any:
-        return Fill(bound).visit(copy.deepcopy(self.instead))
+        return filled(self.instead, bound)
 
 
 def _matches(pattern: Any, node: Any, rules: Rules, bound: Bound) -> bool:
     if isinstance(pattern, ast.Name) and pattern.id.isupper():
         bound[pattern.id] = node
-        return pattern.id not in rules or rules[pattern.id](node)
-    if isinstance(pattern, list) and pattern and isinstance(pattern[0], ast.Starred):
-        star: Any = pattern[0].value
-        bound[star.id] = node
-        return bool(node) and not any(isinstance(one, ast.Starred) for one in node)
+        return pattern.id not in rules or bool(rules[pattern.id](node))
     if type(pattern) is not type(node):
         return False
     if isinstance(pattern, list):
+        if pattern and isinstance(pattern[0], ast.Starred):
+            bound[pattern[0].value.id] = node  # type: ignore[attr-defined]
+            return bool(node) and not any(isinstance(one, ast.Starred) for one in node)
         return len(pattern) == len(node) and all(
             _matches(one, other, rules, bound) for one, other in zip(pattern, node, strict=True)
         )
@@ -65,15 +62,17 @@ def _matches(pattern: Any, node: Any, rules: Rules, bound: Bound) -> bool:
     )
 
 
-class Fill(ast.NodeTransformer):
-    def __init__(self, bound: Bound) -> None:
-        self.bound = bound
+def filled(expression: Any, bound: Bound) -> Any:
+    """A copy of the expression, with what is bound in the places of the names."""
 
-    def visit_Name(self, node: ast.Name) -> Any:
-        return self.bound.get(node.id, node)
+    class Fill(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> Any:
+            return bound.get(node.id, node)
 
-    def visit_Starred(self, node: Any) -> Any:
-        return self.bound.get(node.value.id, node)
+        def visit_Starred(self, node: Any) -> Any:
+            return bound.get(node.value.id, node)
+
+    return Fill().visit(copy.deepcopy(expression))
 
 
 class Rewriter(ast.NodeTransformer):
@@ -105,47 +104,34 @@ def target_of(statement: Any) -> str | None:
     return None
 
 
-# ---- The classes.
-
-ClassOf = Callable[[type[nn.Module]], "type[nn.Module] | str | None"]
-
-
-def subclass(
-    cls: type[nn.Module],
-    known: Known,
-    parts: tuple[Part, ...],
-    forward: Forward,
-    class_of: ClassOf,
-    **members: Any,
-) -> type[nn.Module]:
-    """The subclass with this forward, which `class_of` finds again where a module is unpickled."""
-    wrap = functools.partial(_or_stock, forward)
-    again = _unpickled, (cls, class_of)
-    return made_class(cls, known, parts, again, wrap=wrap, **members)
-
-
-def _or_stock(fused: Forward, made: Any) -> Forward:
-    """The forward; the stock one for a module that was unswapped while somebody kept it, and where
-    that is not the one that was read."""
-    cls, read = made._swapped_from, made._parts[0].function
-
-    @functools.wraps(read)  # torch.jit.script compiles what is wrapped
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_fused = cls.forward is read and hasattr(type(self), "_swapped_from")
-        return (fused if is_fused else cls.forward)(self, *args, **kwargs)
-
-    return forward
-
-
-def _unpickled(cls: type[nn.Module], class_of: ClassOf) -> nn.Module:
-    made = class_of(cls)
-    made = made if isinstance(made, type) else cls  # another release of the library
-    return made.__new__(made)
-
-
-def names_in(forward: Any) -> tuple[str, ...]:
-    """What the function under a forward's decorators names; nothing, if there is no function."""
+def names_in(cls: type[nn.Module]) -> tuple[str, ...]:
+    """What the forward of a class names, under its decorators; nothing if it is no function."""
+    forward: Any = getattr(cls, "forward", None)  # that of a compiled class raises
     while isinstance(forward, types.FunctionType) and hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
-    code = getattr(forward, "__code__", None)
-    return () if code is None else code.co_names
+    return getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+# Gives the forward of a class, what was read beside it, and members of the swapped class; or says
+# why there is none.
+Remade = tuple[Forward, tuple[Part, ...], dict[str, Any]]
+Remake = Callable[[source.Decorated], "Remade | str | None"]
+
+
+def remade(
+    cls: type[nn.Module], known: Known, class_of: Callable[..., Any], remake: Remake
+) -> type[nn.Module] | str | None:
+    """The subclass whose forward `remake` gives, or the reason why there is none.
+
+    `class_of` finds it again where a module is unpickled.
+    """
+    outer = cls.forward
+    try:
+        found = remake(source.decorated(outer))
+    except source.Unreadable as error:
+        return str(error)
+    if not isinstance(found, tuple):
+        return found
+    forward, parts, members = found
+    parts = (Part(cls, "forward", outer), *parts)
+    return made_class(cls, known, parts, (class_of,), forward=forward, **members)

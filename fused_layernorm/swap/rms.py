@@ -27,8 +27,8 @@ from ..ops.arguments import DTYPES
 from ..ops.gated import ACTIVATIONS, GatedArguments
 from ..ops.operators import describe
 from ..stock import dtypes_are_supported, has_kernels
-from .classes import Forward
-from .forwards import parameter, then_act
+from .classes import Forward, forward_of
+from .forwards import parameter
 
 
 class Variant(NamedTuple):
@@ -38,9 +38,7 @@ class Variant(NamedTuple):
     round_before_weight: bool = False
 
 
-PLAIN = Variant()
-ROUNDED = Variant(round_before_weight=True)
-PLUS_ONE = Variant(weight_offset=1.0)
+PLAIN, ROUNDED, PLUS_ONE = Variant(), Variant(round_before_weight=True), Variant(weight_offset=1.0)
 
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -50,6 +48,8 @@ Dtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
 OF_X: Dtypes = {(x, weight): x for x in (_F32, _F16, _BF16) for weight in (x, _F32, None)}
 _PROMOTED: Dtypes = {(x, weight): torch.promote_types(x, weight or x) for x, weight in OF_X}
 _WIDE: Dtypes = dict.fromkeys(OF_X, _F32)
+_ONE: Dtypes = {key: x for key, x in OF_X.items() if key[1] in (x, None)}
+_FLOAT32: Dtypes = {key: x for key, x in OF_X.items() if x is _F32}
 
 
 def normalized(
@@ -69,7 +69,6 @@ def normalized(
     if compiling and (choice.is_inductors_rms_norm(x) or (keeps_order and x.stride(-1) != 1)):
         return None
     order = None if compiling or not keeps_order else _order_of_memory(x)
-    in_order = keeps_order and not x.is_contiguous() and order is None
     a = describe(
         x if order is None else x.permute(order),
         weight=weight,
@@ -79,7 +78,7 @@ def normalized(
         statistic="rms",
         weight_offset=variant.weight_offset,
         round_before_weight=variant.round_before_weight,
-        keeps_order=in_order,
+        keeps_order=keeps_order and not x.is_contiguous() and order is None,
     )
     return _permuted_back(calls.run(a), order)
 
@@ -105,12 +104,7 @@ def _permuted_back(y: Tensor, order: list[int] | None) -> Tensor:
     return y if order is None else y.permute([*map(order.index, range(y.dim()))])
 
 
-def of_rms_norm(self: Any, x: Tensor) -> Tensor | None:
-    """What calls F.rms_norm, as subclasses of nn.RMSNorm that a predicate accepted."""
-    weight, eps = parameter(self, "weight"), self.eps
-    if eps != eps or not dtypes_are_supported(x, weight, None):
-        return None
-    return rms_norm(x, weight, eps, normalized_shape=tuple(self.normalized_shape))
+# ---- Forwards, named by what they compute or by a model that has them.
 
 
 class Norm(NamedTuple):
@@ -122,95 +116,88 @@ class Norm(NamedTuple):
     dtypes: Dtypes
 
 
-# By forward, those that may become part of a rotation's kernel: the norm of a module, if it is one.
-NORMS: dict[Forward, Callable[[Any], Norm | None]] = {}
+# By forward, those that may become part of another kernel: the norm of a module, if it is one.
+NORMS: dict[Forward | None, Callable[[Any], Norm | None]] = {}
 
 
-def _of_weight(eps: str, variant: Variant, dtypes: Dtypes) -> Forward:
+def norm_of(module: Any) -> Norm | None:
+    """The norm that a swapped module computes, if it may become part of another kernel."""
+    of = NORMS.get(forward_of(type(module)))
+    return None if of is None else of(module)
+
+
+def _row(
+    eps: str, variant: Variant = PLAIN, dtypes: Dtypes = OF_X, weight: str = "weight"
+) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor | None:
-        return normalized(x, parameter(self, "weight"), getattr(self, eps), variant, dtypes)
+        return normalized(x, parameter(self, weight), getattr(self, eps), variant, dtypes)
 
     NORMS[forward] = lambda module: Norm(module.weight, getattr(module, eps), variant, dtypes)
     return forward
 
 
-# ---- Forwards, named by what they compute or by a model that has them.
-
-llama = _of_weight("variance_epsilon", ROUNDED, _PROMOTED)
-llama4 = _of_weight("eps", ROUNDED, _PROMOTED)
-rounded_once = _of_weight("variance_epsilon", PLAIN, OF_X)
-rounded_once_eps = _of_weight("eps", PLAIN, OF_X)
-gemma = _of_weight("eps", PLUS_ONE, OF_X)
+llama, llama4 = (_row(eps, ROUNDED, _PROMOTED) for eps in ("variance_epsilon", "eps"))
+rounded_once, rounded_once_eps = _row("variance_epsilon"), _row("eps")
+gemma = _row("eps", PLUS_ONE)
+imagegpt = _row("eps", PLAIN, _FLOAT32)  # the class rounds at every step in half precision
 
 
-def _plus_one(self: Any, x: Tensor, keeps_order: bool) -> Tensor | None:
+def of_rms_norm(self: Any, x: Tensor) -> Tensor | None:
+    """What calls F.rms_norm, as subclasses of nn.RMSNorm that a predicate accepted."""
+    weight, eps = parameter(self, "weight"), self.eps
+    if eps != eps or not dtypes_are_supported(x, weight, None):
+        return None
+    return rms_norm(x, weight, eps, normalized_shape=tuple(self.normalized_shape))
+
+
+def muse_spark(self: Any, x: Tensor, keeps_order: bool = True) -> Tensor | None:
     """1 + weight is rounded to weight's dtype, which only a float32 weight leaves to the kernel."""
-    weight = self.weight
-    if weight.dtype is _F32:
-        return normalized(x, weight, self.eps, PLUS_ONE, OF_X, keeps_order)
-    return normalized(x, weight + 1.0, self.eps, PLAIN, OF_X, keeps_order)
+    weight, variant = self.weight, PLUS_ONE
+    if weight.dtype is not _F32:
+        weight, variant = weight + 1.0, PLAIN
+    return normalized(x, weight, self.eps, variant, OF_X, keeps_order)
 
 
-def muse_spark(self: Any, x: Tensor) -> Tensor | None:
-    return _plus_one(self, x, True)
+def krea2(self: Any, x: Tensor) -> Tensor | None:
+    return muse_spark(self, x, keeps_order=False)  # as F.rms_norm, which it calls
 
 
-def krea2(self: Any, hidden_states: Tensor) -> Tensor | None:
-    return _plus_one(self, hidden_states, False)  # as F.rms_norm, which it calls
-
-
-def gemma3n(self: Any, hidden_states: Tensor) -> Tensor | None:
-    weight = self.weight if self.with_scale else None
-    return normalized(hidden_states, weight, self.eps, PLAIN, OF_X)
+def gemma3n(self: Any, x: Tensor) -> Tensor | None:
+    return rounded_once_eps(self, x) if self.with_scale else weightless(self, x)
 
 
 def weightless(self: Any, x: Tensor) -> Tensor | None:
     return normalized(x, None, self.eps, PLAIN, OF_X)
 
 
-def _t5(x: Tensor, weight: Tensor | None, eps: float) -> Tensor | None:
+def diffusers_without_bias(self: Any, x: Tensor, eps: str = "eps") -> Tensor | None:
     """xhat is rounded to the dtype of a weight of half precision, and else not at all."""
-    if weight is None or weight.dtype is x.dtype:
-        return normalized(x, weight, eps, ROUNDED, OF_X)
-    return normalized(x, weight, eps, PLAIN, _WIDE)
+    weight = self.weight
+    rounds = weight is None or weight.dtype is x.dtype
+    how = (ROUNDED, OF_X) if rounds else (PLAIN, _WIDE)
+    return normalized(x, weight, getattr(self, eps), *how)
 
 
-def t5(self: Any, hidden_states: Tensor) -> Tensor | None:
-    return _t5(hidden_states, self.weight, self.variance_epsilon)
+def t5(self: Any, x: Tensor) -> Tensor | None:
+    return diffusers_without_bias(self, x, "variance_epsilon")
 
 
-def diffusers(self: Any, hidden_states: Tensor) -> Tensor | None:
-    y = _t5(hidden_states, self.weight, self.eps)
+def diffusers(self: Any, x: Tensor) -> Tensor | None:
+    y = diffusers_without_bias(self, x)
     if y is None or self.weight is None or self.bias is None:
         return y
     return y + self.bias  # the class rounds before it adds the bias
 
 
-NORMS[diffusers] = lambda module: (
-    None
-    if module.bias is not None
-    else Norm(
-        module.weight,
-        module.eps,
-        ROUNDED,
-        {one: x for one, x in OF_X.items() if one[1] in (x, None)},
-    )
+NORMS[diffusers] = lambda self: (
+    Norm(self.weight, self.eps, ROUNDED, _ONE) if self.bias is None else None
 )
 
 
-def diffusers_without_bias(self: Any, hidden_states: Tensor) -> Tensor | None:
-    return _t5(hidden_states, self.weight, self.eps)
-
-
-def stable_audio3(self: Any, hidden_states: Tensor) -> Tensor | None:
-    if self.force_fp32 or hidden_states.dtype is _F32:
-        return normalized(hidden_states, self.gamma, self.eps, PLAIN, OF_X)
+def stable_audio3(self: Any, x: Tensor) -> Tensor | None:
+    if self.force_fp32 or x.dtype is _F32:
+        return normalized(x, self.gamma, self.eps, PLAIN, OF_X)
     return None
-
-
-def imagegpt(self: Any, tensor: Tensor) -> Tensor | None:
-    """The class rounds at every step in half precision, so that only float32 is served."""
-    return rounded_once_eps(self, tensor) if tensor.dtype is _F32 else None
 
 
 def timm(self: Any, x: Tensor) -> Tensor | None:
@@ -225,59 +212,7 @@ def timm_float32(self: Any, x: Tensor) -> Tensor | None:
     return normalized(x, weight, self.eps, PLAIN, OF_X, False)  # as F.rms_norm, which it calls
 
 
-timm_act = then_act(timm)
-timm_float32_act = then_act(timm_float32)
-
-
 # ---- A norm and its gate, and norms over groups of columns.
-
-
-def _gated(
-    x: Tensor,
-    gate: Any,
-    weight: Tensor,
-    eps: float,
-    dtypes: Dtypes,
-    activation: str = "silu",
-    size: int = 0,
-    *,
-    first: bool = False,
-    rounds: bool = False,
-) -> Tensor | None:
-    """The norm, over groups of so many columns if size is not 0, with a gate behind or before it.
-
-    None if it is not for the kernels, or if the result is not contiguous in x's order of memory.
-    """
-    out_dtype, order = _out_dtype(x, weight, eps, dtypes), None
-    if out_dtype is None or activation not in ACTIVATIONS or not _divides(size, x):
-        return None
-    if not isinstance(gate, Tensor) or gate.shape != x.shape or gate.device != x.device:
-        return None
-    if gate.dtype not in DTYPES:
-        return None
-    if not x.is_contiguous():
-        order = None if calls.is_compiling() else _order_of_memory(x)
-        if order is None:
-            return None
-        x, gate = x.permute(order), gate.permute(order)
-    if calls.is_compiling() and choice.of_gated(x, size or x.shape[-1]) == "PYTORCH":
-        return None
-    options: Any = (first, activation, size or None, out_dtype, 0.0, rounds)
-    return _permuted_back(gated_norm(GatedArguments(x, gate, weight, None, eps, *options)), order)
-
-
-def _divides(size: int, x: Tensor) -> bool:
-    return size == 0 or (size > 0 and x.numel() > 0 and x.shape[-1] % size == 0)
-
-
-def qwen3_next_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor | None:
-    weight, eps = parameter(self, "weight"), self.variance_epsilon
-    return _gated(hidden_states, gate, weight, eps, OF_X, self.activation, rounds=True)
-
-
-def kimi_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor | None:
-    weight, eps = parameter(self, "weight"), self.variance_epsilon
-    return _gated(hidden_states, gate, weight, eps, OF_X, self.activation)
 
 
 def _in_groups(
@@ -294,45 +229,13 @@ def _in_groups(
     order = _order_of_memory(x)
     if order is None and not x.is_contiguous():
         return None
-    options = {**variant._asdict(), "out_dtype": out_dtype, "group_size": size}
     rows = x if order is None else x.permute(order)
+    options: Any = {**variant._asdict(), "out_dtype": out_dtype, "group_size": size}
     return _permuted_back(rms_norm(rows, weight, eps, **options), order)
 
 
-def _mamba2(self: Any, x: Tensor, gate: Tensor | None, size: int) -> Tensor | None:
-    weight, eps = parameter(self, "weight"), self.variance_epsilon
-    if gate is None:
-        return _in_groups(x, size, weight, eps, ROUNDED, _PROMOTED)
-    return _gated(x, gate, weight, eps, _PROMOTED, "silu", size, first=True, rounds=True)
-
-
-def mamba2_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor | None:
-    return _mamba2(self, hidden_states, gate, self.group_size)
-
-
-def mamba2_gated_whole(
-    self: Any, hidden_states: Tensor, gate: Tensor | None = None
-) -> Tensor | None:
-    return _mamba2(self, hidden_states, gate, hidden_states.shape[-1])
-
-
-def falcon_h1_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor | None:
-    x, groups, weight = hidden_states, self.n_groups, parameter(self, "weight")
-    if x.dim() not in (2, 3) or groups < 1 or x.shape[-1] % groups:
-        return None
-    size, eps = x.shape[-1] // groups, self.variance_epsilon
-    if gate is None:
-        return _in_groups(x, size, weight, eps, PLAIN, OF_X)
-    return _gated(x, gate, weight, eps, OF_X, "silu", size, first=not self.norm_before_gate)
-
-
-def falcon_h1_gated_squeezed(
-    self: Any, hidden_states: Tensor, gate: Tensor | None = None
-) -> Tensor | None:
-    """A sequence of one token loses its dimension."""
-    if hidden_states.dim() == 3 and hidden_states.shape[1] == 1:
-        return None
-    return falcon_h1_gated(self, hidden_states, gate)
+def _divides(size: int, x: Tensor) -> bool:
+    return size == 0 or (size > 0 and x.numel() > 0 and x.shape[-1] % size == 0)
 
 
 def gemma_groups(self: Any, x: Tensor) -> Tensor | None:
@@ -342,46 +245,67 @@ def gemma_groups(self: Any, x: Tensor) -> Tensor | None:
     return _in_groups(x, self.group_size, weight, self.eps, PLUS_ONE, OF_X)
 
 
-# From the digest of a forward's source to the forward that replaces it, for classes of any module.
-# These sources use nothing but torch, what the digest covers, and the libraries' ACT2FN.
-SOURCES: dict[str, Forward] = {
-    # transformers 4.49 and 5.24
-    "9aaa8062417d9115": llama,
-    "43a0d58fee9e76ef": gemma,
-    "d6a51c3a5b31576c": rounded_once,
-    "a31d41136392f84f": gemma3n,
-    "0f0b35a595eff49a": qwen3_next_gated,
-    "84f5ab0d60236efd": kimi_gated,
-    "35a4d513b3aa44c0": mamba2_gated,
-    "0f4f182eb64f10d5": mamba2_gated_whole,  # before there were groups
-    "90c76e9f8d19627d": falcon_h1_gated,
-    "b80440363034ddd1": falcon_h1_gated_squeezed,  # of transformers 5.17 and before
-    "7ebb08f2bf238dc7": weightless,
-    "eb467367c10653c2": rounded_once,
-    "3d411fe6cc9e0759": weightless,
-    "2c1a2de9d1a44734": rounded_once_eps,
-    "25d06d4ab2c9feed": t5,
-    "2af31c4f7ac50dc5": llama4,
-    "c3c2aa5ebb8a73de": muse_spark,
-    "ace041eee8c95f9c": gemma_groups,
-    "123bdb1d786a09aa": llama4,
-    "ed0eb72c0adec64b": imagegpt,
-    # diffusers 0.30 to 0.42
-    "4a55fc3e2c9bfd95": diffusers,
-    "2daaa7b4d1199477": diffusers,  # 0.33 to 0.36, and later
-    "bdcf2fe671f49cc9": diffusers_without_bias,  # to 0.31
-    "2f02abc83856eb33": rounded_once_eps,
-    "6a4f345d68fd8b59": rounded_once_eps,
-    "1c7542beb3b9a42c": rounded_once_eps,
-    "e86e9d2a242a4654": krea2,
-    "74ab8bc808740333": gemma,
-    "d7c8fcca5a00079e": stable_audio3,
-}
+class Groups(NamedTuple):
+    """Over how many columns a class with a gate normalizes, 0 for all, and what its gate is."""
 
-# Classes whose forward calls functions of other modules, by (module, class).
-CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
-    ("timm.layers.norm", "RmsNorm"): {"d0e2b3b49ca8e71a": timm},
-    ("timm.layers.norm", "RmsNormFp32"): {"7f474bfa4b5a5f60": timm_float32},
-    ("timm.layers.norm_act", "RmsNormAct"): {"975efdc84e7ee6e8": timm_act},
-    ("timm.layers.norm_act", "RmsNormActFp32"): {"b9e5d6981e9b73e6": timm_float32_act},
-}
+    size: int = 0
+    gate_first: bool = False
+    activation: str = "silu"
+    is_optional: bool = True
+
+
+def _gated(variant: Variant, dtypes: Dtypes, groups: Callable[..., Groups | None]) -> Forward:
+    """A norm with a gate behind or before it, as `groups` says of a module and x.
+
+    A call is not for the kernels if the result is not contiguous in x's order of memory.
+    """
+
+    def forward(self: Any, x: Tensor, gate: Any = None) -> Tensor | None:
+        weight, eps, of = parameter(self, "weight"), self.variance_epsilon, groups(self, x)
+        if of is None:
+            return None
+        if gate is None and of.is_optional:
+            return _in_groups(x, of.size, weight, eps, variant, dtypes)
+        out_dtype, order = _out_dtype(x, weight, eps, dtypes), None
+        if out_dtype is None or of.activation not in ACTIVATIONS or not _divides(of.size, x):
+            return None
+        if not isinstance(gate, Tensor) or gate.shape != x.shape or gate.device != x.device:
+            return None
+        if gate.dtype not in DTYPES:
+            return None
+        if not x.is_contiguous():
+            order = None if calls.is_compiling() else _order_of_memory(x)
+            if order is None:
+                return None
+            x, gate = x.permute(order), gate.permute(order)
+        if calls.is_compiling() and choice.of_gated(x, of.size or x.shape[-1]) == "PYTORCH":
+            return None
+        options: Any = (of.gate_first, of.activation, of.size or None, out_dtype)
+        a = GatedArguments(x, gate, weight, None, eps, *options, *variant)
+        return _permuted_back(gated_norm(a), order)
+
+    return forward
+
+
+def _of_falcon_h1(self: Any, x: Tensor) -> Groups | None:
+    groups = self.n_groups
+    if x.dim() not in (2, 3) or groups < 1 or x.shape[-1] % groups:
+        return None
+    return Groups(x.shape[-1] // groups, gate_first=not self.norm_before_gate)
+
+
+def _of_falcon_h1_squeezed(self: Any, x: Tensor) -> Groups | None:
+    """A sequence of one token loses its dimension."""
+    return None if x.dim() == 3 and x.shape[1] == 1 else _of_falcon_h1(self, x)
+
+
+def _whole(self: Any, x: Tensor) -> Groups:
+    return Groups(activation=self.activation, is_optional=False)
+
+
+qwen3_next_gated = _gated(ROUNDED, OF_X, _whole)
+kimi_gated = _gated(PLAIN, OF_X, _whole)
+mamba2_gated = _gated(ROUNDED, _PROMOTED, lambda self, x: Groups(self.group_size, True))
+mamba2_gated_whole = _gated(ROUNDED, _PROMOTED, lambda self, x: Groups(x.shape[-1], True))
+falcon_h1_gated = _gated(PLAIN, OF_X, _of_falcon_h1)
+falcon_h1_gated_squeezed = _gated(PLAIN, OF_X, _of_falcon_h1_squeezed)

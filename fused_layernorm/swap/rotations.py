@@ -2,14 +2,13 @@
 """swap_norms(model, neighbours=True): attention modules whose q and k are rotated by the kernels.
 
 transformers writes the same rotation in each model's file, as a function apply_rotary_pos_emb that
-the attention's forward calls. The forward of a swapped module (rewrite.py) calls
-`_rotated` in its place. Where the last thing that happens to q and k
-before the rotation is `self.q_norm` and `self.k_norm`, these calls are left out of the forward, and
-norm and rotation are one kernel. The function is known by the digest of its source, and so is
-Liger's, which may stand in its place. A call that the kernels do not take gets the norms' own
-forwards and the function that the forward finds under that name. The kernels read cos and sin once
-for each pair of columns: that both hold each value twice, as the rotary embeddings of transformers
-give them, is taken for granted.
+the attention's forward calls. The forward of a swapped module (rewrite.py) calls `_rotated` in its
+place. Where the last thing that happens to q and k before the rotation is `self.q_norm` and
+`self.k_norm`, these calls are left out of the forward, and norm and rotation are one kernel. The
+function is known by the digest of its source, and so is Liger's, which may stand in its place. A
+call that the kernels do not take gets the norms' own forwards and the function that the forward
+finds under that name. The kernels read cos and sin once for each pair of columns: that both hold
+each value twice, as the rotary embeddings of transformers give them, is taken for granted.
 """
 
 from __future__ import annotations
@@ -23,18 +22,9 @@ from torch import Tensor, nn
 
 from ..heads import qk_norm_rope
 from ..stock import are_supported, has_kernels
-from . import rms, source
+from . import rewrite, rms, source
 from .classes import Known, is_as_read, must_be_called
-from .rewrite import (
-    Rewriter,
-    Rules,
-    Template,
-    attribute_of_self,
-    names_in,
-    subclass,
-    target_of,
-)
-from .source import Part
+from .rewrite import Rules, Template, attribute_of_self, target_of
 
 FUNCTION = "apply_rotary_pos_emb"
 KIND = "rotation"  # of the swapped classes, beside layer, rms and registered
@@ -77,39 +67,25 @@ def _rotated(
 ) -> tuple[Tensor, Tensor]:
     """q and k, (batch, heads, positions, columns), normalized if the class says so, and rotated."""
     kernel = function is self._function and is_supported(self._rotation, q, k, cos, sin)
-    if kernel and not is_as_read(type(self)):
-        kernel = False
-    if not self._norms:
-        return rotate(self._rotation, q, k, None, cos, sin) if kernel else function(q, k, cos, sin)
-    norm = _norm_of(self.q_norm, self.k_norm, q) if kernel else None
-    if norm is not None:
-        return rotate(self._rotation, q, k, norm, cos, sin)
-    q, k = self.q_norm(q), self.k_norm(k)
-    if kernel and is_supported(self._rotation, q, k, cos, sin):
-        return rotate(self._rotation, q, k, None, cos, sin)
-    return function(q, k, cos, sin)
-
-
-class _Norm(NamedTuple):
-    q_weight: Tensor
-    k_weight: Tensor
-    eps: float
-    variant: rms.Variant
+    kernel = kernel and is_as_read(type(self))
+    if self._norms:
+        norm = _norm_of(self.q_norm, self.k_norm, q) if kernel else None
+        if norm is not None:
+            return rotate(self._rotation, q, k, cos, sin, *norm)
+        q, k = self.q_norm(q), self.k_norm(k)
+        kernel = kernel and is_supported(self._rotation, q, k, cos, sin)
+    return rotate(self._rotation, q, k, cos, sin) if kernel else function(q, k, cos, sin)
 
 
 def is_supported(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether the kernels rotate these as the library's function does."""
-    tensors = (q, k, cos, sin)
-    if not are_supported(*tensors):
+    if not are_supported(q, k, cos, sin) or not has_kernels(q) or q.dim() != 4 or k.dim() != 4:
         return False
-    if not has_kernels(q) or q.dim() != 4 or k.dim() != 4:
-        return False
-    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16) or k.dtype is not q.dtype:
-        return False
-    keeps = rotation.keeps_dtype and cos.dtype is torch.float32
-    size = cos.shape[-1]
+    keeps, size = rotation.keeps_dtype and cos.dtype is torch.float32, cos.shape[-1]
     return (
-        (cos.dtype is q.dtype or keeps)
+        q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and k.dtype is q.dtype
+        and (cos.dtype is q.dtype or keeps)
         and sin.dtype is cos.dtype
         and cos.dim() == 3
         and sin.shape == cos.shape
@@ -123,41 +99,40 @@ def is_supported(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Ten
     )
 
 
-def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> _Norm | None:
-    """The norm of q and k, if the kernel computes what the two modules do."""
-    found = []
+def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> tuple[rms.Norm, rms.Norm] | None:
+    """The norms of q and k, if the kernel computes what the two modules do."""
+    found: list[rms.Norm] = []
     for module in (q_norm, k_norm):
-        cls: Any = type(module)
-        known = getattr(cls, "_known", None)
-        norm_of = None if known is None else rms.NORMS.get(known.forward)
-        if norm_of is None or must_be_called(module) or not is_as_read(cls):
+        norm = rms.norm_of(module)
+        if norm is None or must_be_called(module) or not is_as_read(type(module)):
             return None
-        found.append(norm_of(module))
-    of_q, of_k = found
-    if of_q is None or of_k is None or of_q[1:] != of_k[1:] or type(of_q.eps) is not float:
-        return None
-    weights: Any = (of_q.weight, of_k.weight)
-    for weight in weights:
+        weight = norm.weight
         if weight is None or not are_supported(q, weight) or weight.shape != q.shape[3:]:
             return None
-        if of_q.dtypes.get((q.dtype, weight.dtype)) is not q.dtype:
+        if norm.dtypes.get((q.dtype, weight.dtype)) is not q.dtype or type(norm.eps) is not float:
             return None
-    q_weight, k_weight = weights
-    return _Norm(q_weight, k_weight, of_q.eps, of_q.variant)
+        found.append(norm)
+    of_q, of_k = found
+    return (of_q, of_k) if of_q[1:] == of_k[1:] else None
 
 
 def rotate(
-    rotation: Rotation, q: Tensor, k: Tensor, norm: _Norm | None, cos: Tensor, sin: Tensor
+    rotation: Rotation,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    of_q: rms.Norm | None = None,
+    of_k: rms.Norm | None = None,
 ) -> tuple[Tensor, Tensor]:
     size = cos.shape[-1]
     if rotation.once:
         cos, sin = cos[..., : size // 2], sin[..., : size // 2]
     options: Any = {"rotary_dim": size, "interleaved": rotation.interleaved, "seq_dim": 2}
-    if norm is None:
+    if of_q is None or of_k is None:
         return qk_norm_rope(q, k, None, None, cos, sin, statistic=None, **options)
-    options["weight_offset"] = norm.variant.weight_offset
-    options["round_before_weight"] = norm.variant.round_before_weight
-    return qk_norm_rope(q, k, norm.q_weight, norm.k_weight, cos, sin, norm.eps, **options)
+    options |= of_q.variant._asdict()
+    return qk_norm_rope(q, k, of_q.weight, of_k.weight, cos, sin, of_q.eps, **options)
 
 
 # ---- Their source.
@@ -188,13 +163,12 @@ def _ends_in_norms(forward: ast.FunctionDef) -> bool:
         names = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
         if given and (not _assigns_names(statement) or {*names} & {*given.values()}):
             return False
-        for template in _BEFORE_ROTATION:
-            bound, target = template.match(value, _HEADS), target_of(statement)
-            if bound is not None:
-                if target is None or not _assigns_names(statement):
-                    return False
-                given[attribute_of_self(bound["NORM"])] = target
-                break
+        bound = next(filter(None, (one.match(value, _HEADS) for one in _BEFORE_ROTATION)), None)
+        if bound is not None:
+            target = target_of(statement)
+            if target is None or not _assigns_names(statement):
+                return False
+            given[attribute_of_self(bound["NORM"])] = target
     return False
 
 
@@ -213,31 +187,21 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
 
     None for a class whose forward calls no function of this name.
     """
-    outer = getattr(cls, "forward", None)  # that of a compiled class raises
-    if FUNCTION not in names_in(outer):
+    if FUNCTION not in rewrite.names_in(cls):
         return None
-    try:
-        made = source.decorated(outer)
-        function = source.read_function(made.function.__globals__, FUNCTION)
-        rotation = None if function is None else SOURCES.get(function.digest)
-        if function is None or rotation is None:
-            return f"the source of its {FUNCTION} is not one that fused_layernorm knows"
-        norms = _ends_in_norms(made.tree)
-        rewriter = Rewriter(_HEADS, _ROTATION, *([_NORM_OF_HEADS] if norms else []))
-        tree = rewriter.visit(made.tree)
-        if sum("COS" in bound for bound in rewriter.found) != 1:
-            return f"its forward does not call {FUNCTION}(q, k, cos, sin) once"
-        forward = source.rebuilt(made, tree)
-    except source.Unreadable as error:
-        return str(error)
-    return subclass(
-        cls,
-        Known(KIND, _rotated),
-        (Part(cls, "forward", outer), *function.parts),
-        forward,
-        class_of,
-        _norms=norms,
-        _rotated=_rotated,
-        _rotation=rotation,
-        _function=staticmethod(function.parts[0].function),
-    )
+    return rewrite.remade(cls, Known(KIND, _rotated), class_of, _remake)
+
+
+def _remake(made: source.Decorated) -> Any:
+    function = source.read_function(made.function.__globals__, FUNCTION)
+    rotation = None if function is None else SOURCES.get(function.digest)
+    if function is None or rotation is None:
+        return f"the source of its {FUNCTION} is not one that fused_layernorm knows"
+    norms = _ends_in_norms(made.tree)
+    rewriter = rewrite.Rewriter(_HEADS, _ROTATION, *([_NORM_OF_HEADS] if norms else []))
+    tree = rewriter.visit(made.tree)
+    if sum("COS" in bound for bound in rewriter.found) != 1:
+        return f"its forward does not call {FUNCTION}(q, k, cos, sin) once"
+    members = {"_norms": norms, "_rotated": _rotated, "_rotation": rotation}
+    members["_function"] = staticmethod(function.parts[0].function)
+    return source.rebuilt(made, tree), function.parts, members

@@ -23,9 +23,14 @@ from typing import Any, NamedTuple
 
 from ..stock import GROUP_NORM_FORWARD, LAYER_NORM_FORWARD, RMS_NORM_FORWARD, GroupNorm, LayerNorm
 
-INHERITED = "nn.LayerNorm.forward"  # the digest of a class that has nn.LayerNorm's forward
-INHERITED_RMS = "nn.RMSNorm.forward"  # and of one that has nn.RMSNorm's
-INHERITED_GROUP = "nn.GroupNorm.forward"  # and of one that has nn.GroupNorm's
+# The digests of classes that have the forward of a class of PyTorch.
+INHERITED, INHERITED_GROUP = "nn.LayerNorm.forward", "nn.GroupNorm.forward"
+_INHERITED: dict[Any, str] = {
+    LAYER_NORM_FORWARD: INHERITED,
+    RMS_NORM_FORWARD: "nn.RMSNorm.forward",
+    GROUP_NORM_FORWARD: INHERITED_GROUP,
+}
+_BASES = {LayerNorm: LAYER_NORM_FORWARD, GroupNorm: GROUP_NORM_FORWARD}  # that super() may be
 
 Trees = list[ast.FunctionDef]
 
@@ -67,66 +72,57 @@ def read(cls: type) -> Source | None:
         return None
     forward = vars(owners[0])["forward"]
     parts = [Part(cls, "forward", forward)]
-    if forward is GROUP_NORM_FORWARD:
-        return Source(INHERITED_GROUP, (*parts,))
-    if forward is LAYER_NORM_FORWARD or forward is RMS_NORM_FORWARD:
-        return Source(INHERITED if forward is LAYER_NORM_FORWARD else INHERITED_RMS, (*parts,))
     if not isinstance(forward, types.FunctionType):
         return None
+    if forward in _INHERITED:
+        return Source(_INHERITED[forward], (*parts,))
 
-    def function(name: str) -> ast.FunctionDef | None:
-        found = forward.__globals__.get(name)
+    def enter(owner: Any, name: str, found: Any) -> ast.FunctionDef | None:
         if not isinstance(found, types.FunctionType):
             return None
-        parts.append(Part(forward.__globals__, name, found))
-        return tree_of(found) if found.__module__ == forward.__module__ else None
+        parts.append(Part(owner, name, found))
+        is_covered = owner is cls or found.__module__ == forward.__module__
+        return tree_of(found) if is_covered else None
 
-    def method(name: str) -> ast.FunctionDef | None:
-        found = inspect.getattr_static(cls, name, None)
-        if not isinstance(found, types.FunctionType):
-            return None
-        parts.append(Part(cls, name, found))
-        return tree_of(found)
-
+    names = forward.__globals__
     try:
         tree = tree_of(forward)
-        called = trees(tree, function, method)
+        called = trees(
+            tree,
+            lambda name: enter(names, name, names.get(name)),
+            lambda name: enter(cls, name, inspect.getattr_static(cls, name, None)),
+        )
     except Unreadable:
         return None
     if any("super" in called_names(one) for one in (tree, *called)):
-        base = owners[1] if owners[1:] else None
-        if base not in (LayerNorm, GroupNorm):
+        base: Any = owners[1] if owners[1:] else None
+        if base not in _BASES:
             return None
-        of_base = LAYER_NORM_FORWARD if base is LayerNorm else GROUP_NORM_FORWARD
-        parts.append(Part(base, "forward", of_base))
+        parts.append(Part(base, "forward", _BASES[base]))
     return Source(digest_of_trees(tree, called), (*parts,))
 
 
 def read_function(owner: dict[str, Any], name: str) -> Source | None:
-    """The source of a global function, and of the functions of its module that it calls."""
+    """The source of a global function, and of the functions that it calls, without decorators."""
     parts: list[Part] = []
-    found_trees: Trees = []
+    found: Trees = []
 
-    def enter(owner: dict[str, Any], name: str) -> Decorated | None:
-        found = owner.get(name)
-        if not isinstance(found, types.FunctionType):
-            return None
-        made = decorated(found)
-        if made.wrappers:
-            raise Unreadable(f"{name} is wrapped")
-        parts.append(Part(owner, name, found))
-        found_trees.append(made.tree)
-        return made
+    def enter(owner: dict[str, Any], name: str) -> None:
+        function = owner.get(name)
+        if isinstance(function, types.FunctionType):
+            made = decorated(function)
+            if made.wrappers:
+                raise Unreadable(f"{name} is wrapped")
+            parts.append(Part(owner, name, function))
+            found.append(made.tree)
 
     try:
-        made = enter(owner, name)
-        if made is None:
-            return None
-        for callee in called_names(made.tree):
-            enter(made.function.__globals__, callee)
+        enter(owner, name)
+        for callee in called_names(found[0]) if found else ():
+            enter(parts[0].function.__globals__, callee)
     except Unreadable:
         return None
-    return Source(digest_of_trees(found_trees[0], found_trees[1:]), (*parts,))
+    return Source(digest_of_trees(found[0], found[1:]), (*parts,)) if found else None
 
 
 def trees(
@@ -143,15 +139,15 @@ def trees(
     methods: dict[str, ast.FunctionDef] = {}
     pending = [forward]
     while pending:
-        for name in called_methods(pending.pop()):
+        for name in called_names(pending.pop(), of_self=True):
             found = None if name in methods else method(name)
             if found is not None:
                 methods[name] = found
                 pending.append(found)
     of_methods = [methods[name] for name in sorted(methods)]
     further = {name for tree in of_methods for name in called_names(tree)} - {*names}
-    functions = [[*filter(None, map(function, group))] for group in (names, sorted(further))]
-    return [*functions[0], *of_methods, *functions[1]]
+    first, last = ([*filter(None, map(function, group))] for group in (names, sorted(further)))
+    return [*first, *of_methods, *last]
 
 
 def digest_of_trees(forward: ast.FunctionDef, called: Sequence[ast.FunctionDef]) -> str:
@@ -160,23 +156,13 @@ def digest_of_trees(forward: ast.FunctionDef, called: Sequence[ast.FunctionDef])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def called_names(forward: ast.FunctionDef) -> list[str]:
-    calls = (node.func for node in ast.walk(forward) if isinstance(node, ast.Call))
-    return sorted({function.id for function in calls if isinstance(function, ast.Name)})
-
-
-def called_methods(forward: ast.FunctionDef) -> list[str]:
-    """The names that the function calls on self: of methods, and of submodules."""
-    calls = (node.func for node in ast.walk(forward) if isinstance(node, ast.Call))
-    return sorted(
-        {
-            function.attr
-            for function in calls
-            if isinstance(function, ast.Attribute)
-            and isinstance(function.value, ast.Name)
-            and function.value.id == "self"
-        }
-    )
+def called_names(forward: ast.FunctionDef, of_self: bool = False) -> list[str]:
+    """The names that a function calls, or those that it calls on self: methods and submodules."""
+    called: list[Any] = [node.func for node in ast.walk(forward) if isinstance(node, ast.Call)]
+    if not of_self:
+        return sorted({one.id for one in called if isinstance(one, ast.Name)})
+    attributes = [one for one in called if isinstance(one, ast.Attribute)]
+    return sorted({one.attr for one in attributes if getattr(one.value, "id", "") == "self"})
 
 
 _NOT_CODE = {"annotation", "returns", "ctx", "kind", "type_comment", "type_params"}

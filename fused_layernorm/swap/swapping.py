@@ -21,8 +21,8 @@ from torch.nn.utils import parametrize
 
 from .. import stock
 from ..modules import FusedRMSNorm
+from . import classes, registry, source
 from . import neighbours as beside
-from . import registry, source
 from . import rotations as rotary
 from .classes import (
     OURS,
@@ -30,16 +30,11 @@ from .classes import (
     REGISTERED,
     Forward,
     Known,
-    give_back,
-    is_derived_from_swapped,
     is_fused,
-    is_made,
     kind_of,
     lock,
     plain_class,
-    set_class,
     swapped_from,
-    unmark,
 )
 from .registry import Found
 
@@ -112,11 +107,7 @@ def _swap_all(
         with lock:
             if not is_fused(given.module):  # another thread may have been quicker
                 _give(given)
-    text = ", ".join(f"{count} {one}" for one, count in left.items())
-    if left:
-        _log.info(
-            "%s: %d %s-like modules were left: %s", _name(type(model)), left.total(), what, text
-        )
+    text = _say(left, model, f"{left.total()} {what}-like modules were left: ")
     wanted = {*kinds, REGISTERED, *(_BESIDE if neighbours else [])}
     if not any(is_fused(module) and kind_of(type(module)) in wanted for module in model.modules()):
         warnings.warn(
@@ -125,6 +116,14 @@ def _swap_all(
             stacklevel=3,
         )
     return model
+
+
+def _say(left: Counter[str], model: nn.Module, what: str) -> str:
+    """Names in the log what was left, with the reasons."""
+    text = ", ".join(f"{count} {one}" for one, count in left.items())
+    if left:
+        _log.info("%s: %s%s", _name(type(model)), what, text)
+    return text
 
 
 class _Given(NamedTuple):
@@ -225,26 +224,23 @@ def _plan_neighbours(model: nn.Module, plan: _Plan, left: Counter[str]) -> None:
         if module in plan or is_fused(module) or "forward" in module.__dict__:
             continue
         cls: Any = swapped_from(module) or plain_class(module)
-        made = rotation_of(cls)
-        if made is None:
-            made = activation_of(cls)
-            if made is None or not beside.has_pair(module, made, planned):
-                continue
+        made: Any = rotation_of(cls)
+        if made is None and (made := activation_of(cls)) is not None:
+            made = made if beside.has_pair(module, made, planned) else None
         if isinstance(made, str):
             left[f"{_name(cls)} ({made})"] += 1
-        else:
+        elif made is not None:
             plan[module] = _Given(module, made)
 
 
 def _give(given: _Given) -> None:
     """Gives a module the class in which the forward that is known serves its calls."""
     module, own = given.module, given.module.__dict__
-    unmark(module)
-    if given.cls in OURS:
-        own.update(_is_swapped=True, **_LEAF)
     if given.own is not None:
         own["_taken_over"] = {name: own.pop(name) for name in _OF_LIGER if name in own}
-    set_class(module, given.cls)
+    classes.set_class(module, given.cls)
+    if given.cls in OURS:
+        own.update(_is_swapped=True, **_LEAF)
 
 
 # What Liger binds to an instance beside parameters of its kernels.
@@ -279,13 +275,10 @@ def _unswap_all(model: Model, kinds: tuple[str, ...]) -> Model:
         with lock:
             cls = swapped_from(module)
             if cls is not None and kind_of(type(module)) in (*kinds, REGISTERED):
-                give_back(module, cls)
-            elif cls is None and is_derived_from_swapped(module):
+                classes.give_back(module, cls)
+            elif cls is None and classes.is_derived_from_swapped(module):
                 left[_name(type(module))] += 1
-    if left:
-        text = ", ".join(f"{count} {one}" for one, count in left.items())
-        _log.info("%s: left, for their class is not the one that a swap gave, were %s",
-                  _name(type(model)), text)  # fmt: skip
+    _say(left, model, "left, for their class is not the one that a swap gave, were ")
     return model
 
 
@@ -318,7 +311,7 @@ def register_swap(cls: type[nn.Module], make: Callable[[Any], Forward | None]) -
         raise TypeError(f"expected cls to be a subclass of torch.nn.Module, got {cls!r}")
     if not callable(make):
         raise TypeError(f"expected make to be callable, got {type(make).__name__}")
-    if issubclass(cls, OURS) or is_made(cls):
+    if issubclass(cls, OURS) or classes.is_made(cls):
         raise ValueError(f"expected a class that is not fused, got {cls.__name__}")
     registry.register(cls, make)
 
