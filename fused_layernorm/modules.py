@@ -22,6 +22,7 @@ from .ops.arguments import check_options, check_statistic, name_of
 from .stock import LayerNorm, RMSNorm
 
 _is_compiling = torch.compiler.is_dynamo_compiling
+_function_modes = torch._C._len_torch_function_stack
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
 # branches on its arguments.
@@ -134,11 +135,15 @@ def forward_of(
     own_forward = getattr(stock, f"{function.upper()}_FORWARD")
 
     def forward(self: Any, input: Tensor) -> Tensor:
+        is_tried = not _is_compiling()
+        # A mode of a tool is to see the stock call alone. Asked first: under a mode each access to
+        # a tensor costs the host microseconds.
+        if is_tried and _function_modes() and is_swapped(self) and stock.has_foreign_mode():
+            return cls.forward(self, input)
         # The shortest way. Attributes are read where nn.Module keeps them, because to find them
         # takes host time; one that is computed is not there. A tool that has replaced PyTorch's
         # function, or its class's forward, may want to see the call below.
-        if not _is_compiling() and functions[function] is own and cls.forward is own_forward:
-            is_seen = False
+        if is_tried and functions[function] is own and cls.forward is own_forward:
             try:
                 module = self.__dict__
                 parameters = module["_parameters"]
@@ -158,17 +163,13 @@ def forward_of(
                     )
                 )
                 if read is not None and self._is_swapped and type(input) is Tensor:
-                    # A mode of a tool is to see the stock call alone.
-                    is_seen = stock.function_modes() > 0 and stock.has_foreign_mode()
-                    input = input if is_seen else read(input)
+                    input = read(input)
             except (AttributeError, KeyError):
                 is_plain = False
             if is_plain:
                 y: Tensor | None = plain(is_rms, input, sizes, weight, bias, eps, is_group)
                 if y is not None:
                     return y
-                if (is_seen or stock.has_foreign_mode()) and is_swapped(self):
-                    return cls.forward(self, input)
         if not isinstance(self, Norm):  # a bound method that outlived unswap_norms
             return type(self).forward(self, input)
         if self._is_swapped and not (cls.forward is own_forward and self._is_known(input)):

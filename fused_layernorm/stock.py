@@ -26,7 +26,7 @@ _get_dispatch_mode = torch._C._get_dispatch_mode
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _in_transform = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-function_modes = torch._C._len_torch_function_stack
+_function_modes = torch._C._len_torch_function_stack
 _function_mode_at = torch._C._get_function_stack_at
 _is_tracing = torch._C._is_tracing
 
@@ -93,17 +93,19 @@ without_function_modes = torch._C.DisableTorchFunction
 def has_foreign_mode() -> bool:
     """Whether a TorchFunctionMode is in force that is not PyTorch's own, as those of
     torch.set_default_device and torch.export are."""
-    return any(
-        not type(_function_mode_at(i)).__module__.startswith("torch.")
-        for i in range(function_modes())
-    )
+    count = _function_modes()
+    while count:
+        count -= 1
+        if not type(_function_mode_at(count)).__module__.startswith("torch."):
+            return True
+    return False
 
 
 def has_device_mode_alone() -> bool:
     """Whether the only TorchFunctionMode is that of torch.set_default_device or torch.device, which
     makes new tensors on a device, and so has nothing to do in a norm. Under it each access to a
     tensor costs the host microseconds."""
-    return function_modes() == 1 and type(_function_mode_at(0)) is DeviceContext
+    return _function_modes() == 1 and type(_function_mode_at(0)) is DeviceContext
 
 
 def _are_known(values: Sequence[Any]) -> bool:

@@ -191,23 +191,25 @@ def _or_stock(swapped: Any) -> Forward:
         return stock.has_device_mode_alone() and type(x) is Tensor and _PARAMETERS.issuperset(types)
 
     def of_any_call(self: Any, x: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args = () if x is None and not rest else (x, *rest)
+        unfused = cls.forward if own is None else own
+        # Asked first: under such a mode each access to a tensor costs the host microseconds.
+        if not _is_compiling() and stock.has_foreign_mode():
+            return unfused(self, *args, **kwargs)
         found = None
         if is_plain_but_for_a_device_mode(self, x, rest or kwargs):
             with stock.without_function_modes():
-                found = fused(self, x) if is_plain(self, x) else None
-        if found is not None:
-            return found
+                known = is_plain(self, x)
+                found = fused(self, x) if known else None
+            if known:
+                return unfused(self, x) if found is None else found
         if x is None and kwargs.get(first) is not None:
-            x = kwargs.pop(first)
-        args = () if x is None and not rest else (x, *rest)
-        # Asked first: under such a mode each access to a tensor costs the host microseconds.
-        is_unseen = _is_compiling() or not stock.has_foreign_mode()
-        others = (*kwargs.values(), *self._parameters.values())
-        if is_unseen and is_known(self) and stock.are_supported(*args, *others):
+            args = (kwargs.pop(first), *rest)
+        if is_known(self) and stock.are_supported(
+            *args, *kwargs.values(), *self._parameters.values()
+        ):
             found = fused(self, *args, **kwargs)
-        if found is not None:
-            return found
-        return (cls.forward if own is None else own)(self, *args, **kwargs)
+        return unfused(self, *args, **kwargs) if found is None else found
 
     # torch.jit.script compiles the source of the function that this one wraps, with the globals of
     # this one. So they are made the stock forward's, and this one reads none.
