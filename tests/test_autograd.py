@@ -63,7 +63,7 @@ def test_gradcheck(device, kind, options, other):
     tensors = forms.leaves(forms.tensors(kind, device, (2, 2, 4), other=other))
     function = forms.ours(kind, **options)
     assert gradcheck(function, tensors, check_forward_ad=True, check_batched_grad=True)
-    how = {"check_fwd_over_rev": True, "check_rev_over_rev": True}
+    how: Any = {"check_fwd_over_rev": True, "check_rev_over_rev": True}
     assert gradgradcheck(function, tensors, fast_mode=True, **how)
 
 
