@@ -21,7 +21,7 @@ import forms
 import pytest
 import torch
 from numerics import ACTIVATIONS
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import vmap
 
@@ -256,22 +256,6 @@ def test_gradients_of_the_gate(device, shape):
         assert_has_only(found, only(i, 2))
         of = torch.autograd.grad(found[i].sum(), (input, gate), allow_unused=True)
         assert [gradient is not None for gradient in of] == [i == 1, i == 0]
-
-
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize(("kind", "activation"), [("plain", "gelu"), ("gated", None)])
-def test_forward_mode_over_a_graph_made_before(device, kind, activation, create_graph):
-    """The forward pass sees no tangents, but the backward pass does."""
-    tensors = forms.leaves(forms.tensors(kind, device))
-    dy, tangent = torch.randn_like(tensors[0]), torch.randn_like(tensors[0])
-    results = []
-    for of in (forms.operator, forms.stock):
-        y = of(kind, activation=activation)(*tensors)[0]
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(dy, tangent)
-            found = torch.autograd.grad(y, tensors, dual, create_graph=create_graph)
-            results.append([forward_ad.unpack_dual(g).tangent for g in found])
-    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("half_parameters", [False, True])
