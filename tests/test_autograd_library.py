@@ -508,31 +508,3 @@ def test_compiled_autograd(device, compiled_forward):
             [x.grad, *(p.grad for p in m.parameters())] for x, m in ((ours, model), (theirs, stock))
         )
         torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("suffix", ["", "_forward"])
-@pytest.mark.parametrize("kind", forms.NAMES)
-def test_autocast_of_operators(device, kind, suffix):
-    """Called by name, as an exported program calls them: float16 parameters beside an input of
-    another dtype give the results of float32 ones."""
-    rows = forms.ROWS[kind]
-    overload = getattr(ops, forms.OPERATORS[kind] + suffix).default
-    options = () if "ed" in kind else (None, 1.0)
-
-    def y_of(tensors, out_dtype=None):
-        out = overload(*tensors[:rows], 1, *tensors[rows:], 1e-5, *options, out_dtype)
-        return out if isinstance(out, torch.Tensor) else out[0]
-
-    wide = forms.tensors(kind, device, dtype=F32)
-    count = 1 + ("residual" in forms.NAMES[kind])
-    for dtype in (BF16, F32):
-        parameters = [t.half() for t in wide[count:-1]]
-        given = [wide[0].to(dtype), *wide[1:count], *parameters, wide[-1]]
-        with torch.autocast(device, BF16):
-            y = y_of(given)
-            assert y_of(given, BF16).dtype == BF16
-        assert y.dtype == (BF16 if device == "cpu" and dtype == BF16 else F32)
-        widened = [*given[:count], *(t.float() for t in given[count:])]
-        assert torch.equal(y, y_of(widened, y.dtype))
-        with torch.autocast(device, enabled=False), pytest.raises(RuntimeError, match="dtype"):
-            y_of(given)
