@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All examples, one after the other: what `make demo` runs.
+"""All examples in turn: what `make demo` runs.
 
 python examples/demo.py [NAME ...]        those named only
 """

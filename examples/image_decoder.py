@@ -52,16 +52,13 @@ def run(where: torch.device) -> dict[str, Any]:
     if difference > (0.05 if on_gpu else 1e-4):
         raise SystemExit(f"the swapped model differs: by {difference}")
     fused = [type(module).__name__ for module in swapped.decoder.modules() if is_fused(module)]
-    return {
-        "image": tuple(after.shape[2:]),
-        "norms": fused.count("FusedGroupNorm"),
-        "blocks": len(fused) - fused.count("FusedGroupNorm"),
-        "difference": difference,
-        "milliseconds": [
-            milliseconds(functools.partial(decode, model, latents), where, repeats=10)
-            for model in (stock, swapped)
-        ],
-    }
+    norms = fused.count("FusedGroupNorm")
+    times = [
+        milliseconds(functools.partial(decode, model, latents), where, repeats=10)
+        for model in (stock, swapped)
+    ]
+    return {"image": tuple(after.shape[2:]), "norms": norms, "blocks": len(fused) - norms,
+            "difference": difference, "milliseconds": times}  # fmt: skip
 
 
 def main() -> None:

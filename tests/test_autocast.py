@@ -58,6 +58,7 @@ def test_out_dtype_opts_out(device, dtype):
             fl.ada_layer_norm(x, torch.ones(32, device=device), out_dtype=dtype),
             fl.FusedAddAdaLayerNorm(32, out_dtype=dtype, device=device)(x, x)[0],
             fl.group_norm(x, 2, out_dtype=dtype),
+            torch.ops.fused_layernorm.layer_norm(x, 1, None, None, 1e-5, None, 1.0, dtype),
         ):
             assert y.dtype == dtype
     with torch.autocast(device, dtype), torch.autocast(device, enabled=False):
@@ -66,22 +67,33 @@ def test_out_dtype_opts_out(device, dtype):
         fl.layer_norm(x.float(), torch.ones(32, device=device, dtype=dtype))
 
 
-@pytest.mark.parametrize("operators", [False, pytest.param(True, marks=pytest.mark.cpu_operators)])
+# By the function, and the operators by name, as an exported program calls them.
+WAYS = [None, pytest.param(None, marks=pytest.mark.cpu_operators, id="operators"), "", "_forward"]
+
+
+@pytest.mark.parametrize("suffix", WAYS)
 @pytest.mark.parametrize(
     ("kind", "x_dtype", "others", "affine", "dtype"),
     covering([*forms.ALL_NAMES], [F32, *HALF], [F32, *HALF],
              [(F16, F16), (BF16, BF16), (BF16, F32), (F32, F32)], HALF),
     ids=ids,
 )  # fmt: skip
-def test_tensors_of_any_dtypes(device, operators, kind, x_dtype, others, affine, dtype):
+def test_tensors_of_any_dtypes(device, suffix, kind, x_dtype, others, affine, dtype):
     """Linear layers under autocast make narrow modulations, and nn.LayerNorm takes half-precision
     weights beside another input dtype."""
     t = dict(zip(forms.ALL_NAMES[kind], forms.tensors(kind, device, dtype=F32), strict=True))
     dtypes = {"x": x_dtype, "weight": affine[0], "bias": affine[1], "residual": F32}
     leaves = forms.leaves([u.to(dtypes.get(name, others)) for name, u in t.items()])
+    if suffix is not None and kind in forms.OTHERS:
+        return
+    function = forms.ours(kind) if suffix is None else forms.operator(kind, suffix)
     with torch.autocast(device, dtype):
-        y, *residual_out = forms.ours(kind)(*leaves)
+        y, *residual_out = function(*leaves)
         like = F.layer_norm(leaves[0], (4,))
+    if suffix is not None:
+        wrong = leaves[-2].to(BF16 if x_dtype == F16 else F16)
+        with torch.autocast(device, enabled=False), pytest.raises(RuntimeError, match="dtype"):
+            function(*leaves[:-2], wrong, leaves[-1])
     assert kind == "gates" or y.dtype == like.dtype
     assert [total.dtype for total in residual_out] == [F32] * len(residual_out)
     wide = forms.leaves([leaf.double() for leaf in leaves])

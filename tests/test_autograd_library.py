@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import unittest.mock
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import forms
 import pytest
 import torch
 from numerics import ACTIVATIONS
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import vmap
 
@@ -257,66 +258,50 @@ def test_gradients_of_the_gate(device, shape):
         assert [gradient is not None for gradient in of] == [i == 1, i == 0]
 
 
-def test_forward_mode_over_a_graph_made_before(device):
-    """The forward pass sees no tangents, but the backward pass does."""
-    for kind, activation in (("plain", "gelu"), ("gated", None)):
-        tensors = forms.leaves(forms.tensors(kind, device))
-        dy, tangent = torch.randn_like(tensors[0]), torch.randn_like(tensors[0])
-        functions = (forms.operator(kind, activation=activation),
-                     forms.stock(kind, activation=activation))  # fmt: skip
-        for create_graph in (False, True):
-            results = []
-            for function in functions:
-                y = function(*tensors)[0]
-                with forward_ad.dual_level():
-                    dual = forward_ad.make_dual(dy, tangent)
-                    found = torch.autograd.grad(y, tensors, dual, create_graph=create_graph)
-                    results.append([forward_ad.unpack_dual(g).tangent for g in found])
-            torch.testing.assert_close(*results)
-
-
+@pytest.mark.parametrize("half_parameters", [False, True])
 @pytest.mark.parametrize("suffix", ["", "_forward"])
 @pytest.mark.parametrize("kind", forms.NAMES)
-def test_gradients_of_mixed_dtypes(device, kind, suffix):
+def test_gradients_of_mixed_dtypes(device, kind, suffix, half_parameters):
     """Each has the dtype and the shape of its argument, whether or not the others are frozen. Those
     of the second order are computed from gradients rounded to half precision."""
+    names, operator = forms.NAMES[kind], forms.operator(kind, suffix)
+    tensors = [
+        t.to(BF16 if name == "x" or (half_parameters and name != "residual") else F32)
+        for name, t in zip(names, forms.tensors(kind, device), strict=True)
+    ]
+    dy, wide = (
+        torch.randn(2, 3, 4, device=device).to(BF16),
+        forms.leaves([*map(torch.Tensor.double, tensors)]),
+    )
+    y = forms.stock(kind)(*wide)[0]
+    expected = torch.autograd.grad(y, wide, dy.double(), create_graph=True)
+    leaves = forms.leaves(tensors)
+    first = torch.autograd.grad(operator(*leaves)[0], leaves, dy, create_graph=True)
+    for leaf, one, wanted in zip(
+        leaves, squares(first, leaves), squares(expected, wide), strict=True
+    ):
+        assert (one.dtype, one.shape) == (leaf.dtype, leaf.shape)
+        assert (one.double() - wanted).norm() <= 5e-2 * wanted.norm()
+    for mask in ((True,) * len(names), *(only(i, len(names)) for i in range(len(names)))):
+        leaves = forms.leaves(tensors, mask)
+        y = operator(*leaves)[0]
+        assert y.dtype == BF16
+        y.backward(dy)
+        for leaf, wanted, needed in zip(leaves, expected, mask, strict=True):
+            assert (leaf.grad is not None) == needed
+            if needed:
+                assert leaf.grad.dtype == leaf.dtype
+                tolerance = 2e-2 if leaf.dtype == BF16 else 1e-5
+                torch.testing.assert_close(
+                    leaf.grad.double(), wanted, rtol=tolerance, atol=tolerance
+                )
 
-    def squares(gradients, leaves):
-        total = torch.stack([g.double().square().sum() for g in gradients]).sum()
-        how: Any = {"retain_graph": True, "materialize_grads": True}
-        return torch.autograd.grad(total, leaves, **how)
 
-    for half_parameters in (False, True):
-        tensors = dict(zip(forms.NAMES[kind], forms.tensors(kind, device, dtype=F32), strict=True))
-        for name, t in tensors.items():
-            half = name == "x" or (half_parameters and name != "residual")
-            tensors[name] = t.to(BF16 if half else F32)
-        dy = torch.randn(2, 3, 4, device=device).to(BF16)
-        wide = forms.leaves([t.double() for t in tensors.values()])
-        y = forms.stock(kind)(*wide)[0]
-        expected = torch.autograd.grad(y, wide, dy.double(), create_graph=True)
-        squares_of = squares(expected, wide)
-        count = len(tensors)
-        for mask in ((True,) * count, *(only(i, count) for i in range(count))):
-            leaves = forms.leaves(tensors.values(), mask)
-            y = forms.operator(kind, suffix)(*leaves)[0]
-            assert y.dtype == BF16
-            if all(mask):
-                first = torch.autograd.grad(y, leaves, dy, create_graph=True)
-                for leaf, one, wanted in zip(
-                    leaves, squares(first, leaves), squares_of, strict=True
-                ):
-                    assert (one.dtype, one.shape) == (leaf.dtype, leaf.shape)
-                    assert (one.double() - wanted).norm() <= 5e-2 * wanted.norm()
-            y.backward(dy)
-            for leaf, wanted, needed in zip(leaves, expected, mask, strict=True):
-                assert (leaf.grad is not None) == needed
-                if needed:
-                    assert leaf.grad.dtype == leaf.dtype
-                    tolerance = 2e-2 if leaf.dtype == BF16 else 1e-5
-                    torch.testing.assert_close(
-                        leaf.grad.double(), wanted, rtol=tolerance, atol=tolerance
-                    )
+def squares(gradients, leaves):
+    """The gradients of the sum of the squares of gradients."""
+    total = torch.stack([g.double().square().sum() for g in gradients]).sum()
+    how: Any = {"retain_graph": True, "materialize_grads": True}
+    return torch.autograd.grad(total, leaves, **how)
 
 
 def test_only_what_is_needed_is_computed(device):
@@ -326,29 +311,21 @@ def test_only_what_is_needed_is_computed(device):
     y = forms.operator("plain")(x, weight, bias)[0].sum()
     z = forms.operator("plain")(x, weight.detach(), bias.detach())[0].sum()
     w = forms.operator("gated")(*gated)[0].sum()
-
-    def asked_for(loss, leaves):
+    flags = {"layer_norm_backward": 3, "ada_layer_norm_backward": 5}
+    found = []
+    for loss, leaves in [(y, weight), (y, (x, bias)), (z, x), *((w, leaf) for leaf in gated)]:
         with forms.Calls() as calls:
             torch.autograd.grad(loss, leaves, retain_graph=True)
-        flags = {"layer_norm_backward": 3, "ada_layer_norm_backward": 5}
-        return [(name, args[-flags.get(name, 7) :]) for name, args in calls.seen]
-
-    found = [asked_for(y, weight), asked_for(y, (x, bias)), asked_for(z, x)]
-    found += [asked_for(w, leaf) for leaf in gated]
-    frozen = [("layer_norm_backward", (True, False, False))]
+        found += [(name, args[-flags.get(name, 7) :]) for name, args in calls.seen]
+    plain = [only(1, 3), (True, False, True), (True, False, False)]
     if autograd_library.active:
-        assert found == [
-            [("layer_norm_backward", only(1, 3))],
-            [("layer_norm_backward", (True, False, True))],
-            frozen,
-            [("add_ada_layer_norm_backward", only(1, 7))],
-            [("ada_layer_norm_backward", only(0, 5))],
-            [("add_ada_layer_norm_backward", only(2, 7))],
-            *([("ada_layer_norm_backward", only(i, 5))] for i in range(1, 5)),
-        ]
+        ada = [("ada_layer_norm_backward", only(i, 5)) for i in range(5)]
+        past = [("add_ada_layer_norm_backward", only(i, 7)) for i in (1, 2)]
+        past = [past[0], ada[0], past[1], *ada[1:]]
     else:  # Python is not told what torch.autograd.grad was asked for
-        whole = [[("add_ada_layer_norm_backward", (True,) * 7)]] * len(gated)
-        assert found == [*[[("layer_norm_backward", (True,) * 3)]] * 2, frozen, *whole]
+        plain[:2] = [(True,) * 3] * 2
+        past = [("add_ada_layer_norm_backward", (True,) * 7)] * len(gated)
+    assert found == [*(("layer_norm_backward", needs) for needs in plain), *past]
 
 
 @pytest.mark.parametrize("absent", ["", "shift scale", "shift scale weight bias"])
@@ -379,18 +356,18 @@ def test_one_operator_unless_a_graph_is_wanted(device, absent):
         torch.testing.assert_close(tuple(gradient[i] for gradient in batch), one_dy)
 
 
-@pytest.mark.parametrize("i", range(7))
-def test_operators_of_one_gradient_past_a_gate(device, i):
+def test_operators_of_one_gradient_past_a_gate(device):
     """Where a graph is wanted, add_ada_layer_norm_backward runs only what is needed, too."""
-    needs = only(i, 7)
     leaves = forms.leaves(backward_tensors("gated", device))
-    with forms.Calls() as calls:
-        backward("gated", leaves, needs)
-    assert calls.names == ["ada_layer_norm_backward", *["gate_backward"] * (i in (1, 2))]
-    assert calls.seen[0][1][-5:] == (i < 3, *needs[3:])
-    with torch.no_grad(), forms.Calls() as calls:
-        backward("gated", leaves, needs)
-    assert calls.names == ["add_ada_layer_norm_backward"]
+    for i in range(7):
+        needs = only(i, 7)
+        with forms.Calls() as calls:
+            backward("gated", leaves, needs)
+        assert calls.names == ["ada_layer_norm_backward", *["gate_backward"] * (i in (1, 2))]
+        assert calls.seen[0][1][-5:] == (i < 3, *needs[3:])
+        with torch.no_grad(), forms.Calls() as calls:
+            backward("gated", leaves, needs)
+        assert calls.names == ["add_ada_layer_norm_backward"]
 
 
 @pytest.mark.parametrize("batched", ["all", "dy", "gate", "input and scale", "weight"])
@@ -460,25 +437,18 @@ def test_in_place_changes_are_noticed(device, kind):
         tensors = [t * 1 for t in leaves]
         options = {"activation": "silu"} if kind in ("plain", "residual") else {}
         y, *total = forms.operator(kind, **options)(*tensors)
+        tensors[changed].add_(1)
         if name == "residual" or (name == "x" and kind == "residual"):
-            tensors[changed].add_(1)
             torch.autograd.grad(y.sum(), leaves, retain_graph=True)
             total[0].add_(1)
-        else:
-            tensors[changed].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
 
 
 def test_no_cycle_keeps_the_node_alive(device):
     """The node saves its own output residual_out, which must not form a reference cycle."""
-
-    class Hook:
-        def __call__(self, *args):
-            pass
-
     y, total = forms.operator("residual")(*forms.leaves(forms.tensors("residual", device)))
-    hook = Hook()
+    hook = unittest.mock.Mock()
     y.grad_fn.register_hook(hook)
     alive = weakref.ref(hook)
     del hook
@@ -501,11 +471,10 @@ def test_a_long_chain_is_destroyed(device):
 
 def modules(device):
     torch.manual_seed(0)
-    norm, add = FusedLayerNorm(8, activation="gelu"), FusedAddLayerNorm(8)
-    linear, modulation = torch.nn.Linear(8, 8), torch.nn.Linear(8, 32)
-    return torch.nn.ModuleDict(
-        {"norm": norm, "add": add, "linear": linear, "modulation": modulation}
-    ).to(device)
+    return torch.nn.ModuleDict({
+        "norm": FusedLayerNorm(8, activation="gelu"), "add": FusedAddLayerNorm(8),
+        "linear": torch.nn.Linear(8, 8), "modulation": torch.nn.Linear(8, 32),
+    }).to(device)  # fmt: skip
 
 
 def loss_of(model, x):
@@ -522,49 +491,20 @@ def test_compiled_autograd(device, compiled_forward):
     and at last with hooks on what is saved."""
     model, stock = modules(device), modules(device)
     forward = torch.compile(loss_of, backend="aot_eager") if compiled_forward else loss_of
-
     of_eager = [(6, False), (4, True)] * (not compiled_forward)
     for batch, hooks in [(4, False), (4, False), *of_eager]:
-        x = torch.randn(batch, 8, device=device)
-        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        ours = torch.randn(batch, 8, device=device, requires_grad=True)
+        theirs = ours.detach().clone().requires_grad_()
         model.zero_grad()
         stock.zero_grad()
         hook = saved_tensors_hooks(lambda t: t * 1, lambda t: t)
         with hook if hooks else contextlib.nullcontext():
             loss = forward(model, ours)
-        with torch._dynamo.compiled_autograd._enable(
-            torch.compile(backend="aot_eager", dynamic=batch == 6)
-        ):
+        compiler = torch.compile(backend="aot_eager", dynamic=batch == 6)
+        with torch._dynamo.compiled_autograd._enable(compiler):
             loss.backward()
         loss_of(stock, theirs).backward()
-        torch.testing.assert_close(ours.grad, theirs.grad)
-        for one, other in zip(model.parameters(), stock.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
-
-
-@pytest.mark.parametrize("suffix", ["", "_forward"])
-@pytest.mark.parametrize("kind", forms.NAMES)
-def test_autocast_of_operators(device, kind, suffix):
-    """Called by name, as an exported program calls them: float16 parameters beside an input of
-    another dtype give the results of float32 ones."""
-    rows = forms.ROWS[kind]
-    overload = getattr(ops, forms.OPERATORS[kind] + suffix).default
-    options = () if "ed" in kind else (None, 1.0)
-
-    def y_of(tensors, out_dtype=None):
-        out = overload(*tensors[:rows], 1, *tensors[rows:], 1e-5, *options, out_dtype)
-        return out if isinstance(out, torch.Tensor) else out[0]
-
-    wide = forms.tensors(kind, device, dtype=F32)
-    count = 1 + ("residual" in forms.NAMES[kind])
-    for dtype in (BF16, F32):
-        parameters = [t.half() for t in wide[count:-1]]
-        given = [wide[0].to(dtype), *wide[1:count], *parameters, wide[-1]]
-        with torch.autocast(device, BF16):
-            y = y_of(given)
-            assert y_of(given, BF16).dtype == BF16
-        assert y.dtype == (BF16 if device == "cpu" and dtype == BF16 else F32)
-        widened = [*given[:count], *(t.float() for t in given[count:])]
-        assert torch.equal(y, y_of(widened, y.dtype))
-        with torch.autocast(device, enabled=False), pytest.raises(RuntimeError, match="dtype"):
-            y_of(given)
+        found, expected = (
+            [x.grad, *(p.grad for p in m.parameters())] for x, m in ((ours, model), (theirs, stock))
+        )
+        torch.testing.assert_close(found, expected)

@@ -120,16 +120,13 @@ def spread(tensors, mesh, placements):
     ]
 
 
-OF_PYTORCH: dict[str, Any] = {"rtol": None, "atol": None}  # the tolerances of assert_close itself
-
-
-def same(found, expected, placements=None, *, rtol=1e-4, atol=1e-4):
+def same(found, expected, placements=None, within=1e-4):
     """Asserts that DTensors have the values of plain tensors, and these placements."""
     if placements is not None:
         assert [f.placements for f in found] == [(p,) for p in placements]
     for f, e in zip(found, expected, strict=True):
         assert f.dtype == e.dtype
-        torch.testing.assert_close(f.full_tensor(), e, rtol=rtol, atol=atol)
+        torch.testing.assert_close(f.full_tensor(), e, rtol=within, atol=within)
 
 
 @contextlib.contextmanager
@@ -252,13 +249,13 @@ def compiled(mesh):
     leaves = spread(plain, mesh, (Shard(0), Replicate(), Replicate()))
     f = torch.compile(layer_norm, fullgraph=True, backend="aot_eager")
     y, stock = f(*leaves), layer_norm(*plain)
-    same([y], [stock], [Shard(0)], **OF_PYTORCH)
+    same([y], [stock], [Shard(0)], 1e-5)
     found = torch.autograd.grad(y.to_local().sin().sum(), leaves)
     expected = torch.autograd.grad(stock.sin().sum(), plain)
-    same(found, expected, [Shard(0), Partial(), Partial()])
+    same(found, expected, [Shard(0), Partial(), Partial()], 1e-5)
 
 
-def stays_sharded(function, plain, mesh, placements, of_plain=None):
+def stays_sharded(function, plain, mesh, placements, of_plain=None, within=1e-4):
     """Asserts that neither direction needs a collective, and that results lie as the first argument
     does. Gradients lie as their tensors do, or are partial sums."""
     leaves = spread(plain, mesh, placements)
@@ -269,8 +266,8 @@ def stays_sharded(function, plain, mesh, placements, of_plain=None):
     gradients = [p if isinstance(p, Shard) else Partial() for p in placements]
     outputs = len(found) - len(gradients)
     expected = results(of_plain or function, plain)
-    same(found, expected, [placements[0]] * outputs + gradients)
-    same(without, expected[:outputs], [placements[0]] * outputs)
+    same(found, expected, [placements[0]] * outputs + gradients, within)
+    same(without, expected[:outputs], [placements[0]] * outputs, within)
 
 
 def along(dim, shapes, rows):
@@ -280,8 +277,8 @@ def along(dim, shapes, rows):
     return [Shard(i) if w else Replicate() for i, w in zip(own, whole, strict=True)]
 
 
-def stay_sharded(function, shapes, mesh, placements):
-    stays_sharded(function, made(mesh.device_type, *shapes), mesh, placements)
+def stay_sharded(function, shapes, mesh, placements, **how):
+    stays_sharded(function, made(mesh.device_type, *shapes), mesh, placements, **how)
 
 
 def modulated(x, residual, gate, shift, scale, weight, bias):
@@ -350,50 +347,44 @@ def other_norms_stay_sharded(mesh):
 
 
 @case
-def unequal_shards(mesh):
-    plain = made(mesh.device_type, (2 * mesh.size() - 1, 6), 6, 6)
-    leaves = spread(plain, mesh, (Shard(0), Replicate(), Replicate()))
-    same(results(layer_norm, leaves, of_all_rows), results(layer_norm, plain, of_all_rows))
-
-
-@case
-def sharded_over_the_normalized_dimension(mesh):
-    """An input sharded like this is redistributed, as are a sharded weight and a partial sum."""
-    cols = 4 * mesh.size()
-    plain = made(mesh.device_type, (2 * mesh.size(), 3, cols), cols, cols)
-    y = layer_norm(*plain)
-    expected = torch.autograd.grad(y.sin().sum(), plain)
-    for placements in (
-        (Shard(2), Replicate(), Replicate()),
-        (Shard(0), Shard(0), Shard(0)),
-        (Shard(2), Shard(0), Replicate()),
-    ):
-        leaves = spread(plain, mesh, placements)
-        found = layer_norm(*leaves)
-        same([found], [y], rtol=1e-5, atol=1e-5)
-        same(torch.autograd.grad(found.sin().sum(), leaves), expected)
-    part = plain[0].detach() / mesh.size()
-    partial = DTensor.from_local(part, mesh, [Partial()], run_check=False)
-    found = layer_norm(partial, *(distribute_tensor(t.detach(), mesh) for t in plain[1:]))
-    same([found], [y])
-
-
-@case
 def over_channels(mesh):
-    """dim=1 of images: batch and rows stay sharded, channels are redistributed first."""
-    shape = (4, 6, 8, 5)
-    plain = made(mesh.device_type, shape, 6)
-    dy = torch.randn(shape, device=mesh.device_type)
-    y = layer_norm(*plain, dim=1)
-    expected = (y, *torch.autograd.grad(y, plain, dy))
-    stays = []
-    for shard in (Shard(0), Shard(1), Shard(2)):
-        leaves = spread(plain, mesh, (shard, Replicate()))
-        found = layer_norm(*leaves, dim=1)
-        stays.append(found.placements == (shard,))
-        gradients = torch.autograd.grad(found, leaves, distribute_tensor(dy, mesh, [shard]))
-        same((found, *gradients), expected, **OF_PYTORCH)
-    assert stays == [True, False, True], stays
+    norm, shapes = functools.partial(layer_norm, dim=1), [(4, 6, 8, 5), (6,)]
+    for shard in (Shard(0), Shard(2)):
+        stay_sharded(norm, shapes, mesh, (shard, Replicate()), within=1e-5)
+    y = norm(*spread(made(mesh.device_type, *shapes), mesh, (Shard(1), Replicate())))
+    assert y.placements != (Shard(1),)
+
+
+@case
+def what_does_not_suit_is_redistributed(mesh):
+    """Rows sharded over the normalized dimension, sharded parameters, a partial sum, modulations
+    that do not lie as the rows do."""
+    world = mesh.size()
+    row, cols, whole = Shard(0), 4 * world, Replicate()
+    plain, rows, sample = (
+        [(2 * world, 3, cols), cols, cols],
+        (2 * world, 3, cols),
+        (2 * world, 1, cols),
+    )
+    past_a_gate = [rows, rows, sample, sample, sample, cols, cols]
+    for function, shapes, *placements in (
+        (layer_norm, [(2 * world - 1, 6), 6, 6], [row, whole, whole]),  # unequal shards
+        (functools.partial(layer_norm, dim=1), [(4, 6, 8, 5), 6], [Shard(1), whole]),
+        (layer_norm, plain, [Shard(2), whole, whole], [row] * 3, [Shard(2), row, whole]),
+        (fl.add_ada_layer_norm, past_a_gate, [row, row, *[whole] * 5],
+         [row, row, *[Shard(2)] * 3, row, row], [*[Shard(2)] * 3, row, whole, whole, row],
+         [whole, row, row, *[whole] * 4]),
+    ):  # fmt: skip
+        tensors = made(mesh.device_type, *shapes)
+        expected = results(function, tensors, of_all_rows)
+        for where in placements:
+            found = results(function, spread(tensors, mesh, where), of_all_rows)
+            same(found[:1], expected[:1], within=1e-5)
+            same(found[1:], expected[1:])
+    x, *parameters = made(mesh.device_type, *plain)
+    part = DTensor.from_local(x.detach() / world, mesh, [Partial()], run_check=False)
+    found = layer_norm(part, *spread(parameters, mesh, [whole, whole]))
+    same([found], [layer_norm(x, *parameters)])
 
 
 @case
@@ -412,25 +403,6 @@ def one_gradient_past_a_gate(mesh):
         y, _ = fl.add_ada_layer_norm(*leaves)
         found = torch.autograd.grad(y.to_local().sin().sum(), leaves[i])
         same(found, [e], [placement if placement == Shard(0) else Partial()])
-
-
-@case
-def modulations_are_redistributed(mesh):
-    """Modulations are redistributed if their placement does not suit that of the rows, or if the
-    rows are sharded over the normalized dimension."""
-    samples, cols = 2 * mesh.size(), 2 * mesh.size()
-    rows, sample = (samples, 3, cols), (samples, 1, cols)
-    plain = made(mesh.device_type, rows, rows, sample, sample, sample, cols, cols)
-
-    norm = fl.add_ada_layer_norm
-    expected = results(norm, plain, of_all_rows)
-    for placements in (
-        [Shard(0), Shard(0), *[Replicate()] * 5],
-        [Shard(0), Shard(0), *[Shard(2)] * 3, Shard(0), Shard(0)],
-        [Shard(2), Shard(2), Shard(2), Shard(0), Replicate(), Replicate(), Shard(0)],
-        [Replicate(), Shard(0), Shard(0), *[Replicate()] * 4],
-    ):
-        same(results(norm, spread(plain, mesh, placements), of_all_rows), expected)
 
 
 # ---- The processes, and the tests that read their reports.

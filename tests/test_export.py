@@ -20,13 +20,10 @@ import fused_layernorm as fl
 
 ROOT = Path(fl.__file__).parents[1]
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "gelu": {"activation": "gelu", "scale": 0.5},
-    "gelu_tanh": {"activation": "gelu_tanh"},
-    "silu": {"activation": "silu", "scale": 2.0},
-    "relu": {"activation": "relu"},
-    "out_dtype": {"out_dtype": torch.float64},
-}
+    "plain": {}, "gelu": {"activation": "gelu", "scale": 0.5},
+    "gelu_tanh": {"activation": "gelu_tanh"}, "silu": {"activation": "silu", "scale": 2.0},
+    "relu": {"activation": "relu"}, "out_dtype": {"out_dtype": torch.float64},
+}  # fmt: skip
 
 
 class Model(nn.Module):
@@ -68,7 +65,14 @@ def exported(model, x, grad=False, strict=False):
         return torch.export.export(model, (x,), dynamic_shapes=shapes, strict=strict)
 
 
-def in_a_fresh_process(code, **env):
+def check_in_a_fresh_process(code, folder, model, x, **env):
+    """Asserts that there the code, which knows folder and x, finds what the model gives here."""
+    torch.save((x, tuple(model(x))), folder / "data.pt")
+    code = f"""import sys, torch
+folder = {str(folder)!r}
+x, expected = torch.load(folder + "/data.pt")
+same = lambda found: torch.testing.assert_close(tuple(found), expected)
+{code}"""
     command, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT), **env}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert result.returncode == 0, (result.returncode, result.stderr)
@@ -165,18 +169,11 @@ def test_saved_program_runs_in_a_fresh_process(tmp_path):
     plain = program.run_decompositions(fl.decompositions())
     torch.export.save(program, tmp_path / "program.pt2")
     torch.export.save(plain, tmp_path / "plain.pt2")
-    torch.save((x, model(x)), tmp_path / "data.pt")
-    in_a_fresh_process(
-        "import sys, torch\n"
-        f"folder = {str(tmp_path)!r}\n"
-        "x, expected = torch.load(folder + '/data.pt')\n"
-        "found = torch.export.load(folder + '/plain.pt2').module()(x)\n"
-        "torch.testing.assert_close(found, expected)\n"
-        "assert 'fused_layernorm' not in sys.modules\n"
-        "import fused_layernorm\n"
-        "found = torch.export.load(folder + '/program.pt2').module()(x)\n"
-        "torch.testing.assert_close(found, expected)\n"
-    )
+    code = """same(torch.export.load(folder + "/plain.pt2").module()(x))
+assert "fused_layernorm" not in sys.modules
+import fused_layernorm
+same(torch.export.load(folder + "/program.pt2").module()(x))"""
+    check_in_a_fresh_process(code, tmp_path, model, x)
 
 
 @pytest.mark.slow
@@ -186,24 +183,10 @@ def test_aotinductor_package_runs_in_a_fresh_process(tmp_path, device, compiler)
     with torch._inductor.config.patch({"cpp.cxx": (compiler,)}):
         torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
     x = torch.randn(5, 4, 16, device=device)
-    torch.save((x, model(x)), tmp_path / "data.pt")
-    in_a_fresh_process(
-        "import sys, torch, fused_layernorm\n"
-        "import torch._inductor.codecache\n"  # torch 2.10 does not import it itself
-        f"x, expected = torch.load({str(tmp_path / 'data.pt')!r})\n"
-        f"model = torch._inductor.aoti_load_package({str(tmp_path / 'model.pt2')!r})\n"
-        "torch.testing.assert_close(tuple(model(x)), tuple(expected))\n",
-        CXX=compiler,
-    )
-
-
-def modulated(x):
-    shift = x[:, :, :1]
-    return fl.ada_layer_norm(x.mT, shift.mT, shift.mT)
-
-
-def with_residual(x):
-    return fl.add_ada_layer_norm(x, x, x[..., :1], x, x)[0]
+    # torch 2.10 does not import codecache itself.
+    code = """import fused_layernorm, torch._inductor.codecache
+same(torch._inductor.aoti_load_package(folder + "/model.pt2")(x))"""
+    check_in_a_fresh_process(code, tmp_path, model, x, CXX=compiler)
 
 
 # Norms of (batch, 8, length), by what they are.
@@ -215,8 +198,8 @@ OF_ANY_BATCH: dict[str, Any] = {
     "swapped LayerNorm": fl.swap_norms(nn.Sequential(nn.LayerNorm(6))),
     "swapped RMSNorm": fl.swap_norms(nn.Sequential(nn.RMSNorm(6))),
     "channels": fl.FusedLayerNorm2d(8),
-    "modulated": modulated,
-    "residual": with_residual,
+    "modulated": lambda x: fl.ada_layer_norm(x.mT, x[:, :, :1].mT, x[:, :, :1].mT),
+    "residual": lambda x: fl.add_ada_layer_norm(x, x, x[..., :1], x, x)[0],
     "gated": lambda x: fl.rms_norm_gated(x, x, group_size=3),
     "groups of columns": lambda x: fl.rms_norm(x, torch.ones(6), group_size=2),
     "heads": lambda x: fl.norm_rope(x.unflatten(1, (4, 2)), None, *torch.ones(2, 4, 3)),
@@ -242,53 +225,50 @@ def test_a_named_batch_gets_no_guard(name, operators):
     torch.testing.assert_close(program.module()(x), model(x))
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_onnx_of_a_swapped_group_norm_of_any_size(tmp_path, channels_last):
-    pytest.importorskip("onnxscript")
-    model = fl.swap_norms(nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8)))
-    order = torch.channels_last if channels_last else torch.contiguous_format
-    x = torch.randn(3, 8, 5, 6).to(memory_format=order)
-    sizes = {0: Dim("batch"), 2: Dim("height"), 3: Dim("width")}
-    program: Any = torch.onnx.export(
-        model, (x,), dynamo=True, verbose=False, dynamic_shapes=(sizes,)
-    )
-    x = torch.randn(2, 8, 7, 4)
-    (found,) = run_onnx(program, tmp_path / "model.onnx", x)
-    torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
-
-
-def run_onnx(program, path, x):
+def check_onnx(program, path, model, x):
+    """Asserts that a program exported to ONNX gives what the model does."""
     onnxruntime = pytest.importorskip("onnxruntime")
     program.save(str(path))
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    return tuple(torch.from_numpy(one) for one in found)
+    expected = model(x)
+    expected = (expected,) if isinstance(expected, torch.Tensor) else expected
+    found = tuple(map(torch.from_numpy, found))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def to_onnx(*given, **how) -> Any:
+    pytest.importorskip("onnxscript")
+    return torch.onnx.export(*given, dynamo=True, verbose=False, **how)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_onnx_of_a_swapped_group_norm_of_any_size(tmp_path, channels_last):
+    model = fl.swap_norms(nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8)))
+    order = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(3, 8, 5, 6).to(memory_format=order)
+    sizes = {0: Dim("batch"), 2: Dim("height"), 3: Dim("width")}
+    program = to_onnx(model, (x,), dynamic_shapes=(sizes,))
+    check_onnx(program, tmp_path / "model.onnx", model, torch.randn(2, 8, 7, 4))
 
 
 def test_onnx(tmp_path):
-    pytest.importorskip("onnxscript")
     model = Model(*NARROW)
-    program = exported(model, torch.randn(3, 4, 16))
-    program = program.run_decompositions(fl.decompositions())
-    onnx = torch.onnx.export(program, dynamo=True, verbose=False)
-    x = torch.randn(5, 4, 16)
-    found = run_onnx(onnx, tmp_path / "model.onnx", x)
-    torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
+    program = exported(model, torch.randn(3, 4, 16)).run_decompositions(fl.decompositions())
+    check_onnx(to_onnx(program), tmp_path / "model.onnx", model, torch.randn(5, 4, 16))
 
 
 @pytest.mark.parametrize(("grad", "names"), [(False, ["plain"]), (True, NARROW)], ids=str)
 def test_onnx_of_a_module_needs_no_table(tmp_path, grad, names):
-    pytest.importorskip("onnxscript")
     model, x = Model(*names), torch.randn(3, 4, 16)
     with torch.set_grad_enabled(grad):
-        program: Any = torch.onnx.export(model, (x,), dynamo=True, verbose=False)
+        program = to_onnx(model, (x,))
     assert "LayerNormalization" in [node.op_type for node in program.model.graph]
-    found = run_onnx(program, tmp_path / "model.onnx", x)
-    torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        check_onnx(program, tmp_path / "model.onnx", model, x)
 
 
 def test_onnx_without_the_table_names_the_operator():
-    pytest.importorskip("onnxscript")
     program = exported(Model("plain"), torch.randn(3, 4, 16))
     with pytest.raises(torch.onnx.OnnxExporterError, match="fused_layernorm"):
-        torch.onnx.export(program, dynamo=True, verbose=False)
+        to_onnx(program)

@@ -82,21 +82,6 @@ def test_samples(name, dtype, way, device):
     assert count >= 9
 
 
-@pytest.mark.cpu_operators
-def test_gradients_are_those_of_the_function(device):
-    """By differences, as PyTorch's suite has it, also for forward mode and the second order."""
-    for case in samples(GROUP, device, F64):
-        x, groups, weight, bias, eps = case
-        if x.numel() == 0 or eps < 0 or x.numel() > 40 or weight is None:
-            continue
-
-        def function(x, weight, bias, groups=groups, eps=eps):
-            return fl.group_norm(x, groups, weight, bias, eps)
-
-        assert torch.autograd.gradcheck(function, (x, weight, bias), check_forward_ad=True)
-        assert torch.autograd.gradgradcheck(function, (x, weight, bias))
-
-
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.cpu_operators)])
 def test_errors(kernels, device):
     for error in ops()[GROUP].error_inputs(device):
