@@ -108,15 +108,12 @@ def _in_order(self: Any, x: Tensor) -> Tensor:
 
 def _in_sequence(self: Any, input: Any) -> Any:
     modules = [*self._modules.values()]
-    i = 0
-    while i < len(modules):
-        norm, act = modules[i], modules[i + 1] if i + 1 < len(modules) else None
-        if is_pair(norm, act):
-            input = _activated(self, act, norm, input)
-            i += 2
+    while modules:
+        module = modules.pop(0)
+        if modules and activation_of(modules[0]) is not None:
+            input = _activated(self, modules.pop(0), module, input)
         else:
-            input = norm(input)
-            i += 1
+            input = module(input)
     return input
 
 

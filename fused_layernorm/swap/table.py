@@ -28,6 +28,8 @@ def _path(library: str, name: str) -> tuple[str, str]:
     if library == "transformers:":  # the folder, and the file where it is not the folder's
         folder, _, file = module.partition(".")
         module = f"models.{folder}.modeling_{file or folder}"
+    elif library == "diffusers:" and not module.startswith("pipelines."):
+        module = f"models.{module}"
     return f"{library[:-1]}.{module}", cls
 
 
@@ -57,10 +59,10 @@ timm_channels_first+act e4b35ecfd6e2c68c timm: layers.norm_act.LayerNormAct2d
 float32_channels_first+act 534a3be2dac9959c timm: layers.norm_act.LayerNormAct2dFp32
 last_dims {INHERITED} timm: models.metaformer.LayerNormNoBias
 channels_first e35a0c84f522d0d0 torchvision: models.convnext.LayerNorm2d
-channels_first b8368036ad147b67 diffusers: models.unets.unet_stable_cascade.SDCascadeLayerNorm
+channels_first b8368036ad147b67 diffusers: unets.unet_stable_cascade.SDCascadeLayerNorm
     pipelines.wuerstchen.modeling_wuerstchen_common.WuerstchenLayerNorm
     pipelines.deprecated.wuerstchen.modeling_wuerstchen_common.WuerstchenLayerNorm
-float32 af7a0dca50e92d88 diffusers: models.normalization.FP32LayerNorm
+float32 af7a0dca50e92d88 diffusers: normalization.FP32LayerNorm
 shape_of_weight c1d493c5d7e8bcf9 transformers: bark.BarkLayerNorm
 parameters_of_heads 362a7741cd606c05 transformers: chameleon.ChameleonLayerNorm
 float32_without_bias 0cdd061c391274fc transformers: cohere.CohereLayerNorm
@@ -85,31 +87,28 @@ channels_first_by_hand e720fd57aa8f8d09 transformers: vitdet.VitDetLayerNorm
 """
 # Each begins with the names of the norms that the class modulates.
 _MODULATED = """\
-norm fbcdc9f74fcac789 diffusers: models.normalization.AdaLayerNorm
-norm 961af26f6e036213 diffusers: models.normalization.AdaLayerNormContinuous
-norm 072840286b6a1e18 diffusers: models.normalization.AdaLayerNormZero
-norm 3b705ecdc0cc1898 diffusers: models.normalization.AdaLayerNormZeroSingle
-norm 0dda031af00ff245 diffusers: models.normalization.CogVideoXLayerNormZero
-norm eaab430818850a35 diffusers: models.normalization.LuminaLayerNormContinuous
-norm 4f33ed13df517b4f diffusers: models.normalization.SD35AdaLayerNormZeroX
-norm_x+norm_c 43432242074f5369 diffusers: models.normalization.CogView3PlusAdaLayerNormZeroTextImage
-norm 45eb5d767685e228 diffusers: models.transformers.hunyuan_transformer_2d.AdaLayerNormShift
-norm 5c6ed48ec8f98c0a diffusers:
-    models.transformers.transformer_chroma.ChromaAdaLayerNormContinuousPruned
-norm 5d2cdaaa3566c0b7 diffusers: models.transformers.transformer_chroma.ChromaAdaLayerNormZeroPruned
-norm db969a5da8107b32 diffusers:
-    models.transformers.transformer_chroma.ChromaAdaLayerNormZeroSinglePruned
+norm fbcdc9f74fcac789 diffusers: normalization.AdaLayerNorm
+norm 961af26f6e036213 diffusers: normalization.AdaLayerNormContinuous
+norm 072840286b6a1e18 diffusers: normalization.AdaLayerNormZero
+norm 3b705ecdc0cc1898 diffusers: normalization.AdaLayerNormZeroSingle
+norm 0dda031af00ff245 diffusers: normalization.CogVideoXLayerNormZero
+norm eaab430818850a35 diffusers: normalization.LuminaLayerNormContinuous
+norm 4f33ed13df517b4f diffusers: normalization.SD35AdaLayerNormZeroX
+norm_x+norm_c 43432242074f5369 diffusers: normalization.CogView3PlusAdaLayerNormZeroTextImage
+norm 45eb5d767685e228 diffusers: transformers.hunyuan_transformer_2d.AdaLayerNormShift
+norm 5c6ed48ec8f98c0a diffusers: transformers.transformer_chroma.ChromaAdaLayerNormContinuousPruned
+norm 5d2cdaaa3566c0b7 diffusers: transformers.transformer_chroma.ChromaAdaLayerNormZeroPruned
+norm db969a5da8107b32 diffusers: transformers.transformer_chroma.ChromaAdaLayerNormZeroSinglePruned
 norm 1a65221adbc46d72 diffusers:
-    models.transformers.transformer_cogview4.CogView4AdaLayerNormContinuous
-    models.transformers.transformer_glm_image.GlmImageAdaLayerNormContinuous
+    transformers.transformer_cogview4.CogView4AdaLayerNormContinuous
+    transformers.transformer_glm_image.GlmImageAdaLayerNormContinuous
 norm+norm_context 1af89a8ef57df395,442855f4498819c9 diffusers:
-    models.transformers.transformer_cogview4.CogView4AdaLayerNormZero
-    models.transformers.transformer_glm_image.GlmImageAdaLayerNormZero
-norm 92e2a218ad8e9e08 diffusers: models.transformers.transformer_cosmos.CosmosAdaLayerNorm
-norm 43f91adf60c160e6 diffusers: models.transformers.transformer_cosmos.CosmosAdaLayerNormZero
-norm b409380e7b4c6241 diffusers:
-    models.transformers.transformer_easyanimate.EasyAnimateLayerNormZero
-norm 03a1efc6b28e1b2f diffusers: models.transformers.transformer_flux3.Flux3AdaLayerNorm
+    transformers.transformer_cogview4.CogView4AdaLayerNormZero
+    transformers.transformer_glm_image.GlmImageAdaLayerNormZero
+norm 92e2a218ad8e9e08 diffusers: transformers.transformer_cosmos.CosmosAdaLayerNorm
+norm 43f91adf60c160e6 diffusers: transformers.transformer_cosmos.CosmosAdaLayerNormZero
+norm b409380e7b4c6241 diffusers: transformers.transformer_easyanimate.EasyAnimateLayerNormZero
+norm 03a1efc6b28e1b2f diffusers: transformers.transformer_flux3.Flux3AdaLayerNorm
 """
 # timm 1.0; transformers 4.49 and 5.24; diffusers 0.30 to 0.42
 _RMS = """\
@@ -156,10 +155,9 @@ _GROUPS = f"""\
 timm 1a67bdcebd2c4f36 timm: layers.norm.GroupNorm layers.norm.GroupNorm1
     models.metaformer.GroupNorm1NoBias
 timm_act 20fabd42e1d1ff92 timm: layers.norm_act.GroupNormAct layers.norm_act.GroupNorm1Act
-ada 304d5a49f63200b8 diffusers: models.normalization.AdaGroupNorm
-kandinsky3 368447d5724720ec diffusers: models.unets.unet_kandinsky3.Kandinsky3ConditionalGroupNorm
-cosmos 8277782117b299c0 diffusers:
-    models.autoencoders.autoencoder_kl_cosmos.CosmosCausalGroupNorm
+ada 304d5a49f63200b8 diffusers: normalization.AdaGroupNorm
+kandinsky3 368447d5724720ec diffusers: unets.unet_kandinsky3.Kandinsky3ConditionalGroupNorm
+cosmos 8277782117b299c0 diffusers: autoencoders.autoencoder_kl_cosmos.CosmosCausalGroupNorm
 bit e2db88806e2c6156 transformers: bit.BitGroupNormActivation
 emu3 39ad848f9088321d transformers: emu3.Emu3VQVAEGroupNorm
 pe_audio f705f66458a989ec transformers: pe_audio.PeAudioMaskedGroupNorm
