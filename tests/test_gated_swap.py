@@ -12,7 +12,7 @@ import pytest
 import torch
 from captured import operators_of, run
 from compiling import afresh, everywhere  # noqa: F401
-from swaps import assert_same_roundings, digest, fused, swapped
+from swaps import assert_same_roundings, digest, swapped
 from tiny_transformers import SMALL, tokens
 from torch import nn
 
@@ -79,26 +79,6 @@ def test_gates_that_only_the_class_takes(name, device):
         for module in (norm, new):
             with pytest.raises((RuntimeError, AttributeError)):
                 module(x, bad)
-
-
-class FusedRMSNormGated(nn.Module):
-    """As of another library, to which some models fall at construction."""
-
-    def forward(self, x, g):
-        return x * g
-
-
-def test_other_libraries_gated_norms_stay_and_the_log_says_so(caplog):
-    model = nn.ModuleList([FusedRMSNormGated(), make("KimiLinearRMSNormGated")])
-    hub = make("KimiLinearRMSNormGated")
-    hub.forward = FusedRMSNormGated.forward.__get__(hub)
-    model.append(hub)
-    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
-        swap_norms(model)
-    assert fused(model) == ["1"]
-    text = caplog.records[-1].getMessage()
-    assert "FusedRMSNormGated (its class is not known)" in text
-    assert "KimiLinearRMSNormGated (the module has a forward of its own)" in text
 
 
 # ---- Models.
