@@ -6,7 +6,7 @@
 
 Nothing is imported from the folder, so any version of a package will do, unpacked anywhere. For a
 new release, read what each unknown class computes, and enter the class with its digest, or the
-digest of an RMSNorm, into fused_layernorm/swap/table.py.
+digest of an RMSNorm, into fused_layernorm/swap/known.txt.
 """
 
 import argparse

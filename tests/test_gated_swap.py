@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated RMSNorms of transformers: swapped, and found by the graph pass.
+"""The gated RMSNorms of transformers, their models, and what the graph pass makes of them.
 
-What holds for every RMSNorm is tested in test_swapped_classes.py, for one class of each source.
+What a swapped one computes is in test_swapped_classes.py, for one class of each source.
 """
 
 import copy
@@ -12,15 +12,15 @@ import pytest
 import torch
 from captured import operators_of, run
 from compiling import afresh, everywhere  # noqa: F401
-from swaps import assert_same_gradients, fused, swapped
-from swaps import assert_same_roundings as assert_same
+from swaps import assert_same_roundings, digest, swapped
 from tiny_transformers import SMALL, tokens
 from torch import nn
 
 from fused_layernorm import swap_norms
 from fused_layernorm.compile import rules
+from fused_layernorm.swap import table
 
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+F32, BF16 = torch.float32, torch.bfloat16
 SIZE = 128
 
 # By class: its model, and its arguments beside the size.
@@ -41,16 +41,15 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "Zamba2RMSNormGated": ("zamba2", {"group_size": 64}),
     "FalconH1RMSNormGated": ("falcon_h1", {"n_groups": 4, "norm_before_gate": False}),
 }
-GATE_IS_OPTIONAL = [name for name in CLASSES if "Mamba" in name or "Falcon" in name]
 
 
-def make(name, device="cpu", size=SIZE, **others):
+def make(name, device="cpu", size=SIZE):
     model, options = CLASSES[name]
     cls = libraries.class_of(f"transformers.models.{model}.modeling_{model}", name)
     release = libraries.get("transformers").__version__
     if tuple(map(int, release.split(".")[:2])) < (5, 20):
         pytest.skip("the classes have other arguments and sources")
-    norm = cls(size, **{**options, **others}).to(device)
+    norm = cls(size, **options).to(device)
     nn.init.normal_(norm.weight, 0.5, 1.0)
     return norm
 
@@ -62,47 +61,10 @@ def of_projection(device, dtype, *shape):
     return x, wide[..., shape[-1] : 2 * shape[-1]]
 
 
-@pytest.mark.cpu_operators
-@pytest.mark.parametrize(("x_dtype", "weight_dtype"), [(BF16, BF16), (BF16, F32), (F16, F16)])
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_swapped_class_differs_by_one_number_at_most(name, x_dtype, weight_dtype, device):
-    norm = make(name, device).to(weight_dtype)
-    x, gate = of_projection(device, x_dtype, 4, 64, SIZE)
-    new = swapped(norm)
-    leaves = [t.clone().requires_grad_() for t in (x, gate)]
-    results = []
-    for module in (new, norm):
-        for given in (gate, gate.float()):
-            assert_same(new(x, given), norm(x, given), x_dtype)
-        y = module(*leaves)
-        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-        results.append((y, torch.autograd.grad(y, [*leaves, *module.parameters()], dy)))
-    (y, grads), (expected, expected_grads) = results
-    assert_same(y, expected, x_dtype)
-    assert_same_gradients(grads, expected_grads, BF16 if BF16 in (x_dtype, weight_dtype) else F16)
-
-
-@pytest.mark.cpu_operators
-def test_one_kernel_and_no_more_for_a_norm_and_its_gate(device):
-    for name in CLASSES:
-        new = swapped(make(name, device).bfloat16())
-        x, gate = of_projection(device, BF16, 3, SIZE)
-        with torch.profiler.profile() as profile:
-            new(x, gate)
-        names = [event.name for event in profile.events()]
-        calls = [name for name in names if name.startswith("fused_layernorm::")]
-        assert calls[0] == "fused_layernorm::rms_norm_gated"
-        assert {*calls} == {calls[0], "fused_layernorm::rms_norm_gated_forward"} or len(calls) == 1
-
-
-@pytest.mark.cpu_operators
-@pytest.mark.parametrize("name", GATE_IS_OPTIONAL)
-def test_without_a_gate(name, device):
-    for options in ({}, {"norm_before_gate": True} if "Falcon" in name else {"group_size": SIZE}):
-        norm = make(name, device, **options).bfloat16()
-        x = torch.randn(2, 16, SIZE, device=device).bfloat16()
-        assert_same(swapped(norm)(x), norm(x))
-        assert_same(swapped(norm)(x, gate=None), norm(x, gate=None))
+def test_a_class_has_a_source_that_is_known(name):
+    """What these sources compute is tested in test_swapped_classes.py."""
+    assert digest(type(make(name))) in table.SOURCES
 
 
 @pytest.mark.cpu_operators
@@ -117,26 +79,6 @@ def test_gates_that_only_the_class_takes(name, device):
         for module in (norm, new):
             with pytest.raises((RuntimeError, AttributeError)):
                 module(x, bad)
-
-
-class FusedRMSNormGated(nn.Module):
-    """As of another library, to which some models fall at construction."""
-
-    def forward(self, x, g):
-        return x * g
-
-
-def test_other_libraries_gated_norms_stay_and_the_log_says_so(caplog):
-    model = nn.ModuleList([FusedRMSNormGated(), make("KimiLinearRMSNormGated")])
-    hub = make("KimiLinearRMSNormGated")
-    hub.forward = FusedRMSNormGated.forward.__get__(hub)
-    model.append(hub)
-    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
-        swap_norms(model)
-    assert fused(model) == ["1"]
-    text = caplog.records[-1].getMessage()
-    assert "FusedRMSNormGated (its class is not known)" in text
-    assert "KimiLinearRMSNormGated (the module has a forward of its own)" in text
 
 
 # ---- Models.
@@ -192,7 +134,7 @@ def test_the_graph_pass_leaves_the_gate(name):
         torch._dynamo.reset()
         y, rows, graphs = run(norm, x, gate)
         assert operators_of(graphs[0]) == ["layer_norm"] == [row.operator for row in rows]
-        assert_same(y, norm(x, gate))
+        assert_same_roundings(y, norm(x, gate))
 
 
 @pytest.mark.cpu_operators

@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""swap_layer_norm swaps the right modules, and changes nothing else in a model."""
+"""The swaps swap the right modules, say what they leave, and change nothing else in a model.
+
+What swapped classes compute is in test_swapped_classes.py.
+"""
 
 import copy
+import importlib
+import inspect
 import warnings
+from pathlib import Path
 from typing import Any, cast
 
+import libraries
 import pytest
 import torch
-from swaps import copies, fused, results
-from tiny_transformers import WrittenHere
+import torch.nn.functional as F
+from libraries import class_of
+from swaps import copies, fused, results, swapped
+from tiny_transformers import GemmaHere, WrittenHere
 from torch import nn
 from torch.nn.utils import parametrize
 
 import fused_layernorm as fl
+from fused_layernorm import is_fused, swap_norms
 from fused_layernorm.swap import registry
 
 
@@ -25,6 +35,15 @@ class OwnForward(nn.LayerNorm):
 
 class OwnName(nn.LayerNorm):
     """A subclass that adds nothing but a name."""
+
+
+class OwnRmsName(nn.RMSNorm):
+    """A subclass that adds nothing but a name."""
+
+
+class OwnRmsForward(nn.RMSNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
 
 
 class Model(nn.Module):
@@ -114,23 +133,6 @@ def test_hooks_stay(device, make):
     assert not calls
 
 
-@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
-def test_a_forward_of_the_instances_own_is_left_alone(make):
-    """Libraries that offload or patch modules set such a forward."""
-    norm: Any = make(8)
-    stock_forward = norm.forward
-    norm.forward = lambda x: stock_forward(x) + 1
-    model = nn.Sequential(norm)
-    for predicate in (None, lambda name, module: True):
-        with pytest.warns(
-            UserWarning, match=f"normalization.{make.__name__} .the module has a forward of its own"
-        ):
-            fl.swap_norms(model, predicate=predicate)
-    assert type(model[0]) is make
-    x = torch.randn(3, 8)
-    torch.testing.assert_close(model(x), make(8)(x) + 1)
-
-
 class Positive(nn.Module):
     def forward(self, weight):
         return weight.exp()
@@ -142,7 +144,7 @@ def test_parametrized_modules(device, make):
     parametrize.register_parametrization(model[0], "weight", Positive())
     x = torch.randn(3, 8, device=device)
     before, names = model(x), [name for name, _ in model.named_parameters()]
-    with pytest.warns(UserWarning, match="parametrized"):
+    with pytest.warns(UserWarning, match="it is parametrized, and no predicate accepted it"):
         fl.swap_norms(model)
     assert not fl.is_fused(model[0])
     fl.swap_norms(model, predicate=lambda name, module: True)
@@ -273,15 +275,6 @@ def test_copies_of_swapped_modules_compute_with_their_own_parameters(device):
         assert [type(module) for module in other] == [ByHand, OwnName, nn.LayerNorm]
 
 
-def test_make_may_leave_a_module(caplog):
-    fl.register_swap(ByHand, lambda module: by_hand if module.gamma.numel() == 8 else None)
-    model = nn.Sequential(ByHand(8), ByHand(4))
-    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
-        fl.swap_layer_norm(model)
-    assert [fl.is_fused(module) for module in model] == [True, False]
-    assert "1 test_swap.ByHand (the function registered" in caplog.text.replace("tests.", "")
-
-
 def test_the_last_that_was_registered_holds():
     fl.register_swap(nn.LayerNorm, lambda module: lambda self, input: input)
     fl.register_swap(ByHand, lambda module: None)
@@ -330,7 +323,7 @@ def test_what_cannot_be_registered():
         fl.swap_layer_norm(ByHand(8))
 
 
-# ---- The log messages.
+# ---- What is left, and what the log says of it.
 
 
 class SomeLayerNorm(nn.Module):
@@ -341,22 +334,89 @@ class RootLayerNorm(WrittenHere):
     """Has the name of a layer norm, and subtracts no mean."""
 
 
-def test_one_line_names_what_was_left_and_why(caplog):
-    model = nn.Sequential(
-        nn.LayerNorm(8), OwnForward(8), OwnName(8), OwnName(8), SomeLayerNorm(), RootLayerNorm(8)
-    )
+class OwnGroups(nn.GroupNorm):
+    def forward(self, x):
+        return x
+
+
+class FusedRMSNormGated(nn.Module):
+    """As of another library, to which some models fall at construction."""
+
+    def forward(self, x, g):
+        return x * g
+
+
+def changed(module: Any, change):
+    change(module)
+    return module
+
+
+def with_bias(module):
+    module.bias = nn.Parameter(torch.ones(8))
+
+
+def with_a_forward(module):
+    """Libraries that offload or patch modules set one."""
+    stock_forward = module.forward
+    module.forward = lambda x: stock_forward(x) + 1
+
+
+UNKNOWN = "its class is not known"
+OWN = "the module has a forward of its own"
+LEFT: list[tuple[Any, str]] = [
+    (lambda: OwnForward(8), UNKNOWN),
+    (lambda: OwnName(8), UNKNOWN),
+    (lambda: OwnRmsName(8), UNKNOWN),
+    (lambda: OwnGroups(2, 8), UNKNOWN),
+    (SomeLayerNorm, UNKNOWN),
+    (FusedRMSNormGated, UNKNOWN),
+    (lambda: nn.BatchNorm2d(8), ""),
+    (nn.LazyInstanceNorm2d, ""),
+    (lambda: nn.InstanceNorm2d(8, track_running_stats=True), "it has running statistics"),
+    (lambda: changed(nn.RMSNorm(8), with_bias), "it has a bias"),
+    (lambda: changed(nn.LayerNorm(8), with_a_forward), OWN),
+    (lambda: changed(nn.RMSNorm(8), with_a_forward), OWN),
+    (lambda: ByHand(4), "the function registered for its class left it"),
+]
+
+
+@pytest.mark.parametrize("place", range(len(LEFT)))
+def test_what_is_left_is_named_in_one_line(place, caplog):
+    make, reason = LEFT[place]
+    fl.register_swap(ByHand, lambda module: by_hand if module.gamma.numel() == 8 else None)
+    module = make()
+    cls, model = type(module), nn.Sequential(module, nn.LayerNorm(8), module)
+    is_called = "forward" in vars(module) or isinstance(module, nn.GroupNorm)
+    x = torch.randn(3, 8)
+    expected = module(x) if is_called else None
     with caplog.at_level("INFO", logger="fused_layernorm.swap"), warnings.catch_warnings():
         warnings.simplefilter("error")
+        fl.swap_norms(model)
+    assert [fl.is_fused(one) for one in model] == [False, True, False]
+    assert type(module) is cls
+    if is_called:
+        torch.testing.assert_close(module(x), expected)
+    texts = [record.getMessage() for record in caplog.records]
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    assert len(texts) == (1 if reason else 0)
+    assert all(f"Sequential: 1 norm-like modules were left: 1 {name} ({reason}" in t for t in texts)
+    if reason == OWN:  # it is left of all that a predicate accepts
+        fl.swap_norms(model, predicate=lambda name, module: True)
+        assert not fl.is_fused(module)
+    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)) and reason != "it has a bias":
+        fl.swap_norms(model, predicate=lambda name, module: True)
+        assert fl.is_fused(module)
+
+
+def test_the_log_counts_and_knows_other_kinds(caplog):
+    model = nn.Sequential(nn.LayerNorm(8), OwnName(8), OwnName(8), OwnForward(8), RootLayerNorm(8))
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
         fl.swap_layer_norm(model)
-        (record,) = caplog.records
-        text = record.getMessage().replace("tests.", "")
-        assert "Sequential: 5 LayerNorm-like modules were left: " in text
-        for left in ("1 test_swap.OwnForward", "2 test_swap.OwnName", "1 test_swap.SomeLayerNorm"):
-            assert f"{left} (its class is not known), " in text
-        assert "1 test_swap.RootLayerNorm (it computes RMSNorm)" in text
-        caplog.clear()
-        fl.swap_layer_norm(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)))
-        assert not caplog.records
+    (record,) = caplog.records
+    text = record.getMessage().replace("tests.", "")
+    assert "Sequential: 4 LayerNorm-like modules were left: " in text
+    assert "2 test_swap.OwnName (its class is not known), 1 test_swap.OwnForward (its" in text
+    assert "1 test_swap.RootLayerNorm (it computes RMSNorm)" in text
 
 
 def test_a_model_of_which_nothing_is_fused_is_a_warning():
@@ -365,10 +425,237 @@ def test_a_model_of_which_nothing_is_fused_is_a_warning():
         fl.swap_layer_norm(model)
     assert len(found) == 1
     assert found[0].filename == __file__
-    with pytest.warns(UserWarning, match="the predicate refused"):
-        fl.swap_layer_norm(nn.LayerNorm(8), predicate=lambda name, module: False)
+    for swap, match in (
+        (fl.swap_rms_norm, "swap_rms_norm: nothing in .* it has no RMSNorm"),
+        (fl.swap_norms, "swap_norms: nothing in .* it has no norm"),
+    ):
+        with pytest.warns(UserWarning, match=match):
+            swap(nn.Sequential(nn.Linear(2, 2)))
+    for norm in (nn.LayerNorm(8), nn.GroupNorm(2, 8)):
+        with pytest.warns(UserWarning, match="the predicate refused"):
+            fl.swap_norms(norm, predicate=lambda name, module: False)
+    with pytest.warns(UserWarning, match="swap_rms_norm"):
+        fl.swap_rms_norm(fl.swap_layer_norm(nn.Sequential(nn.LayerNorm(8))))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.append(fl.FusedLayerNorm(8))
         fl.swap_layer_norm(model)
         fl.swap_layer_norm(fl.swap_layer_norm(nn.LayerNorm(8)))
+
+
+# ---- The RMSNorm classes of transformers, as they were listed for one release.
+
+SIZE = 256
+LIST = Path(__file__).parent / "data" / "transformers_rms_norms.txt"
+
+
+def test_the_classes_of_transformers():
+    """At least 90% of those that a size makes are swapped, and compute what they did."""
+    libraries.get("transformers")
+    made, left = 0, []
+    x = torch.randn(4, SIZE)
+    for line in LIST.read_text().splitlines():
+        module, name = line.split()
+        try:
+            cls = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+        first = next(iter(inspect.signature(cls).parameters), "")
+        try:
+            norm = cls() if first in ("", "eps") else cls(SIZE)
+        except (AttributeError, TypeError):  # it is made of a configuration, or of more
+            continue
+        made += 1
+        for parameter in norm.parameters():
+            nn.init.normal_(parameter)
+        model = nn.Sequential(copy.deepcopy(norm), nn.RMSNorm(SIZE))
+        fl.swap_rms_norm(model)
+        if not fl.is_fused(model[0]):
+            left.append(name)
+            continue
+        takes_gate = "gate" in inspect.signature(norm.forward).parameters
+        inputs = (x, torch.randn_like(x)) if takes_gate else (x,)
+        assert torch.equal(model[0](*inputs), norm(*inputs))
+    assert made >= 150
+    assert len(left) <= 0.1 * made, left
+
+
+# ---- Which kind a module is of.
+
+
+class Inherits(WrittenHere):
+    pass
+
+
+class OverridesNorm(GemmaHere):
+    """Its forward is GemmaHere's, and what that calls is not."""
+
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 2 * self.eps)
+
+
+class OtherRMSNorm(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Kinds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LayerNorm(8)
+        self.rms = nn.RMSNorm(8)
+        self.own_name = OwnRmsName(8)
+        self.own_forward = OwnRmsForward(8)
+        self.written_here = WrittenHere(8)
+        self.inherits = Inherits(8)
+        self.gemma = GemmaHere(8)
+        self.overrides = OverridesNorm(8)
+        self.other = OtherRMSNorm()
+
+
+KNOWN = ["rms", "written_here", "inherits", "gemma"]
+
+
+def test_the_kinds():
+    model = Kinds()
+    assert fused(fl.swap_rms_norm(model)) == KNOWN
+    assert type(model.rms) is fl.FusedRMSNorm
+    assert fused(fl.swap_layer_norm(model)) == ["layer", *KNOWN]
+    assert fused(fl.unswap_rms_norm(model)) == ["layer"]
+    assert fused(fl.swap_norms(model)) == ["layer", *KNOWN]
+    assert type(model.layer) is fl.FusedLayerNorm
+    assert fused(fl.unswap_layer_norm(model)) == KNOWN
+    assert fused(fl.unswap_norms(fl.swap_norms(model))) == []
+    assert [*map(type, model.children())] == [*map(type, Kinds().children())]
+
+
+def test_predicate():
+    asked = []
+
+    def predicate(name, module):
+        asked.append(name)
+        return name != "gemma"
+
+    model = Kinds()
+    fl.swap_norms(model, predicate=predicate)
+    assert sorted(asked) == sorted(["layer", "own_name", "own_forward", *KNOWN])
+    assert fused(model) == ["layer", "rms", "own_name", "own_forward", "written_here", "inherits"]
+    x = torch.randn(3, 8)
+    for norm in (model.own_name, torch.fx.symbolic_trace(model.own_name)):
+        torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), model.own_name.weight))
+    assert repr(model.own_name).startswith("FusedRMSNorm[OwnRmsName](")
+    fl.unswap_norms(model)
+    assert type(model.own_name) is OwnRmsName
+
+
+@pytest.mark.cpu_operators
+def test_an_eps_that_the_operators_refuse(device):
+    x = torch.randn(3, 8, device=device)
+    for eps in (float("nan"), -0.1, 1, torch.tensor(0.1)):
+        norm = WrittenHere(8, eps=eps).to(device)
+        torch.testing.assert_close(swapped(norm)(x), norm(x), equal_nan=True)
+
+
+@pytest.mark.cpu_operators
+def test_traced_exported_and_transformed(device):
+    norm = WrittenHere(8).to(device)
+    new = swapped(norm)
+    x = torch.randn(3, 4, 8, device=device)
+    expected = norm(x)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.trace(new, x)(x), expected)
+    program = torch.export.export(new, (x,), dynamic_shapes=({0: torch.export.Dim("n")},))
+    assert "fused_layernorm" in str(program.graph)
+    two = torch.cat([x, x])
+    torch.testing.assert_close(program.module()(two), norm(two))
+    torch.testing.assert_close(torch.func.vmap(new)(x), expected)
+    gradient = torch.func.grad(lambda x: new(x).square().sum())(x)
+    torch.testing.assert_close(gradient, torch.func.grad(lambda x: norm(x).square().sum())(x))
+
+
+def own(self, hidden_states):
+    return fl.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def test_a_registered_class_comes_first():
+    fl.register_swap(WrittenHere, lambda module: own)
+    for swap_it in (fl.swap_layer_norm, fl.swap_rms_norm, fl.swap_norms):
+        model: Any = nn.Sequential(WrittenHere(8))
+        swap_it(model)
+        assert type(model[0])._known.forward is own
+        x = torch.randn(3, 8)
+        torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+        assert type(fl.unswap_norms(model)[0]) is WrittenHere
+
+
+# ---- Group and instance norms.
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.cpu_operators)])
+def kernels(request, device, monkeypatch):
+    """With the forwards that CUDA gets, in which the operators compute on the CPU too."""
+    if request.param and device == "cuda":
+        pytest.skip("CUDA has kernels anyway")
+
+
+@pytest.mark.usefixtures("kernels")
+def test_what_instance_norm_refuses_or_warns_of(device):
+    norm = nn.InstanceNorm2d(8).to(device)
+    new = swapped(norm)
+    affine = nn.InstanceNorm2d(8, affine=True).to(device)
+    for module in (norm, new):
+        with pytest.warns(UserWarning, match="num_features"):
+            assert module(torch.randn(2, 6, 4, 4, device=device)).shape == (2, 6, 4, 4)
+        with pytest.raises(ValueError, match="spatial"):
+            module(torch.randn(2, 8, 1, 1, device=device))
+        with pytest.raises(ValueError, match="3D or 4D"):
+            module(torch.randn(8, 8, device=device))
+    for module in (affine, swapped(affine)):
+        with pytest.raises(ValueError, match="num_features"):
+            module(torch.randn(2, 6, 4, 4, device=device))
+    x = torch.randn(8, 4, 4, device=device)  # without a batch
+    torch.testing.assert_close(new(x), norm(x))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_running_statistics_that_come_later(device):
+    module = swapped(nn.InstanceNorm1d(4).to(device)).eval()
+    module.track_running_stats = True
+    module.running_mean, module.running_var = (torch.full((4,), 2.0, device=device),) * 2
+    x = torch.randn(2, 4, 5, device=device)
+    torch.testing.assert_close(module(x), (x - 2) / (2 + 1e-5) ** 0.5)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("cls", [nn.GroupNorm, nn.InstanceNorm2d], ids=lambda cls: cls.__name__)
+def test_a_replaced_forward_or_function_runs(cls, monkeypatch, device):
+    module = cls(2, 4) if cls is nn.GroupNorm else cls(4)
+    module = swapped(module.to(device))
+    x = torch.randn(2, 4, 3, 3, device=device)
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "group_norm", lambda *args: "function")
+        patch.setattr(F, "instance_norm", lambda *args: "function")
+        assert module(x) == "function"
+    monkeypatch.setattr(cls, "forward", lambda self, x: "forward")
+    assert module(x) == "forward"
+    assert not is_fused(module)
+    assert not is_fused(swap_norms(nn.Sequential(cls(4, 4), nn.LayerNorm(4)))[0])
+
+
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize(("act", "expected"), [(nn.SiLU, "silu"), (nn.Hardswish, None)])
+def test_timms_activation_is_fused(act, expected, monkeypatch, device):
+    norm = class_of("timm.layers.norm_act", "GroupNormAct")(8, 4, act_layer=act).to(device)
+    new, seen, hooked = swapped(norm), [], []
+
+    def recorded(*args, activation, **kwargs):
+        seen.append(activation)
+        return fl.group_norm(*args, activation=activation, **kwargs)
+
+    monkeypatch.setattr("fused_layernorm.swap.groups.group_norm", recorded)
+    x = torch.randn(2, 8, 4, 4, device=device)
+    torch.testing.assert_close(new(x), norm(x))
+    new.act.register_forward_hook(lambda *_: hooked.append(1))
+    torch.testing.assert_close(new(x), norm(x))
+    assert seen == [expected, None]
+    assert hooked == [1]

@@ -35,193 +35,181 @@ import fused_layernorm as fl
 from fused_layernorm import is_fused, swap_layer_norm, swap_norms, unswap_norms
 from fused_layernorm.swap import table
 
-T, D, A = "transformers.models.", "diffusers.models.", "diffusers.models.autoencoders."
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SEQUENCE, HEADS, CHANNELS_FIRST, SEQUENCE_LAST = (3, 5, 8), (3, 5, 2, 8), (2, 8, 3, 5), (2, 8, 5)
 SIZE = 256  # of RMSNorms
 
-# ---- By id: (module, class, arguments), and but for RMSNorms the shape of x. Each source that is
-# ---- known has one line or more.
+# ---- Each line: its name; the class (T. of transformers' models, D. of diffusers', `here.` copied
+# ---- below from an older version); but for RMSNorms the shape of x; and what the class is made
+# ---- with, which RMSNorms get behind their size. Each source that is known has one line or more.
 
-LAYERS: dict[str, tuple[str, str, Any, tuple[int, ...]]] = {
-    "timm": ("timm.layers.norm", "LayerNorm", {}, SEQUENCE),
-    "timm_plain": ("timm.layers.norm", "LayerNorm", {"affine": False}, SEQUENCE),
-    "timm_eps": ("timm.layers.norm", "LayerNorm", {"eps": 0.1, "bias": False}, SEQUENCE),
-    "timm_fp32": ("timm.layers.norm", "LayerNormFp32", {}, SEQUENCE),
-    "timm_fp32_plain": ("timm.layers.norm", "LayerNormFp32", {"affine": False}, SEQUENCE),
-    "timm_2d": ("timm.layers.norm", "LayerNorm2d", {}, CHANNELS_FIRST),
-    "timm_2d_plain": ("timm.layers.norm", "LayerNorm2d", {"affine": False}, CHANNELS_FIRST),
-    "timm_2d_fp32": ("timm.layers.norm", "LayerNorm2dFp32", {"eps": 0.1}, CHANNELS_FIRST),
-    "timm_exp_2d": ("timm.layers.norm", "LayerNormExp2d", {"eps": 0.1}, CHANNELS_FIRST),
-    "timm_act": ("timm.layers.norm_act", "LayerNormAct", {}, SEQUENCE),
-    "timm_act_fp32": ("timm.layers.norm_act", "LayerNormActFp32", {}, SEQUENCE),
-    "timm_act_2d": ("timm.layers.norm_act", "LayerNormAct2d", {"act_layer": nn.GELU},
-        CHANNELS_FIRST),
-    "timm_act_2d_fp32": ("timm.layers.norm_act", "LayerNormAct2dFp32", {}, CHANNELS_FIRST),
-    "timm_no_bias": ("timm.models.metaformer", "LayerNormNoBias", {}, SEQUENCE),
-    "timm_2d_no_bias": ("timm.models.metaformer", "LayerNorm2dNoBias", {}, CHANNELS_FIRST),
-    "torchvision_2d": ("torchvision.models.convnext", "LayerNorm2d", {"eps": 1e-6}, CHANNELS_FIRST),
-    "diffusers_fp32": ("diffusers.models.normalization", "FP32LayerNorm", {}, SEQUENCE),
-    "diffusers_fp32_plain": ("diffusers.models.normalization", "FP32LayerNorm",
-        {"elementwise_affine": False}, SEQUENCE),
-    "diffusers_2d": ("diffusers.models.unets.unet_stable_cascade", "SDCascadeLayerNorm",
-        {"elementwise_affine": False}, CHANNELS_FIRST),
-    "convnext": (T + "convnext.modeling_convnext", "ConvNextLayerNorm", {}, SEQUENCE),
-    "convnext_2d": (T + "convnext.modeling_convnext", "ConvNextLayerNorm",
-        {"data_format": "channels_first"}, CHANNELS_FIRST),
-    "sam_2d": (T + "sam.modeling_sam", "SamLayerNorm",
-        {"data_format": "channels_first", "eps": 0.1}, CHANNELS_FIRST),
-    "eomt": (T + "eomt.modeling_eomt", "EomtLayerNorm2d", {}, CHANNELS_FIRST),
-    "chameleon": (T + "chameleon.modeling_chameleon", "ChameleonLayerNorm", (2, 8), HEADS),
-    "cohere": (T + "cohere.modeling_cohere", "CohereLayerNorm", {"eps": 0.1}, SEQUENCE),
-    "cohere_heads": (T + "cohere.modeling_cohere", "CohereLayerNorm", (2, 8), HEADS),
-    "deberta": (T + "deberta.modeling_deberta", "DebertaLayerNorm", {"eps": 0.1}, SEQUENCE),
-    "esmc": (T + "esmc.modeling_esmc", "EsmcLayerNorm", {}, SEQUENCE),
-    "esmfold": (T + "esm.modeling_esmfold", "EsmFoldLayerNorm", {}, SEQUENCE),
-    "esmfold2": (T + "esmfold2.modeling_esmfold2", "EsmFold2LayerNorm", {}, SEQUENCE),
-    "nemotron": (T + "nemotron.modeling_nemotron", "NemotronLayerNorm1P", {}, SEQUENCE),
-    "olmo": (T + "olmo.modeling_olmo", "OlmoLayerNorm", {}, SEQUENCE),
-    "squeezebert": (T + "squeezebert.modeling_squeezebert", "SqueezeBertLayerNorm", {"eps": 0.1},
-        SEQUENCE_LAST),
-    "videoprism": (T + "videoprism.modeling_videoprism", "VideoPrismLayerNorm", {}, SEQUENCE),
-    "vitdet": (T + "vitdet.modeling_vitdet", "VitDetLayerNorm", {"eps": 0.1}, CHANNELS_FIRST),
-    # Classes of older versions, copied below.
-    "bark": (__name__, "BarkLayerNorm", {}, SEQUENCE),
-    "convnext_by_hand": (__name__, "ConvNextLayerNorm", {}, SEQUENCE),
-    "convnext_by_hand_2d": (__name__, "ConvNextLayerNorm", {"data_format": "channels_first"},
-        CHANNELS_FIRST),
-}  # fmt: skip
-RMS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": (T + "llama.modeling_llama", "LlamaRMSNorm", {}),
-    "gemma": (T + "gemma.modeling_gemma", "GemmaRMSNorm", {}),
-    "flex_olmo": (T + "flex_olmo.modeling_flex_olmo", "FlexOlmoRMSNorm", {"eps": 0.1}),
-    "gemma3n": (T + "gemma3n.modeling_gemma3n", "Gemma3nRMSNorm", {}),
-    "gemma3n_plain": (T + "gemma3n.modeling_gemma3n", "Gemma3nRMSNorm", {"with_scale": False}),
-    "qwen3_next_gated": (T + "qwen3_next.modeling_qwen3_next", "Qwen3NextRMSNormGated", {}),
-    "kimi_gated": (T + "kimi_linear.modeling_kimi_linear", "KimiLinearRMSNormGated", {}),
-    "mamba2_gated": (T + "mamba2.modeling_mamba2", "MambaRMSNormGated", {"group_size": 32}),
-    "mamba2_whole": (T + "mamba2.modeling_mamba2", "MambaRMSNormGated", {"group_size": SIZE}),
-    "falcon_h1": (T + "falcon_h1.modeling_falcon_h1", "FalconH1RMSNormGated", {"n_groups": 4}),
-    "falcon_h1_gate_first": (T + "falcon_h1.modeling_falcon_h1", "FalconH1RMSNormGated",
-        {"norm_before_gate": False}),
-    "nanochat": (T + "nanochat.modeling_nanochat", "NanoChatRMSNorm", {}),
-    "llama4_l2": (T + "llama4.modeling_llama4", "Llama4TextL2Norm", {}),
-    "helium": (T + "helium.modeling_helium", "HeliumRMSNorm", {}),
-    "inkling2": (T + "inkling2.modeling_inkling2", "Inkling2UnweightedRMSNorm", {}),
-    "moshi": (T + "moshi.modeling_moshi", "MoshiRMSNorm", {"eps": 0.1}),
-    "t5": (T + "t5.modeling_t5", "T5LayerNorm", {}),
-    "idefics": (T + "idefics.modeling_idefics", "IdeficsRMSNorm", {"eps": 0.1}),
-    "llama4": (T + "llama4.modeling_llama4", "Llama4TextRMSNorm", {}),
-    "muse_spark": (T + "muse_spark.modeling_muse_spark", "MuseSparkTextCenteredRMSNorm", {}),
-    "qwen4_exp": (T + "qwen4_exp.modeling_qwen4_exp", "Qwen4ExpTextRMSNorm", {}),
-    "qwen4_groups": (T + "qwen4_exp.modeling_qwen4_exp", "Qwen4ExpTextRMSNorm", {"group_size": 32}),
-    "cpmant": (T + "cpmant.modeling_cpmant", "CpmAntLayerNorm", {}),
-    "imagegpt": (T + "imagegpt.modeling_imagegpt", "ImageGPTLayerNorm", {}),
-    "diffusers": (D + "normalization", "RMSNorm", {"eps": 1e-6}),
-    "diffusers_bias": (D + "normalization", "RMSNorm", {"eps": 0.1, "bias": True}),
-    "diffusers_plain": (D + "normalization", "RMSNorm", {"eps": 1e-6, "elementwise_affine": False}),
-    "mochi": (D + "normalization", "MochiRMSNorm", {"eps": 1e-6}),
-    "mochi_plain": (D + "normalization", "MochiRMSNorm",
-        {"eps": 1e-6, "elementwise_affine": False}),
-    "cosmos3": (D + "transformers.transformer_cosmos3", "Cosmos3NemotronRMSNorm", {"eps": 1e-6}),
-    "krea2": (D + "transformers.transformer_krea2", "Krea2RMSNorm", {}),
-    "qwenimage21": (D + "transformers.transformer_qwenimage21", "QwenImage21ZeroCenterRMSNorm", {}),
-    "stable_audio3": (D + "transformers.transformer_stable_audio3", "StableAudio3RMSNorm",
-        {"eps": 0.1}),
-    "stable_audio3_narrow": (D + "transformers.transformer_stable_audio3", "StableAudio3RMSNorm",
-        {"force_fp32": False}),
-    "kolors": ("diffusers.pipelines.kolors.text_encoder", "RMSNorm", {}),
-    "timm": ("timm.layers.norm", "RmsNorm", {"eps": 0.1}),
-    "timm_plain": ("timm.layers.norm", "RmsNorm", {"affine": False}),
-    "timm_act": ("timm.layers.norm_act", "RmsNormAct", {"act_layer": nn.GELU}),
-    "timm_act_fp32": ("timm.layers.norm_act", "RmsNormActFp32", {}),
-    "timm_fp32": ("timm.layers.norm", "RmsNormFp32", {}),
-    # Classes of older versions, copied below.
-    "diffusers_033": (__name__, "RMSNorm033", {"eps": 0.1}),
-    "diffusers_030": (__name__, "RMSNorm030", {"eps": 0.1}),
-    "mamba2_gated_whole": (__name__, "MambaRMSNormGated", {}),
-    "falcon_h1_squeezed": (__name__, "FalconH1RMSNormGated", {}),
-    "torch": ("torch.nn", "RMSNorm", {"eps": 1e-6}),
-    "torch_eps": ("torch.nn", "RMSNorm", {}),
-    "torch_plain": ("torch.nn", "RMSNorm", {"elementwise_affine": False}),
-}  # fmt: skip
+LAYERS = """
+timm timm.layers.norm.LayerNorm SEQUENCE 8
+timm_plain timm.layers.norm.LayerNorm SEQUENCE 8, affine=False
+timm_eps timm.layers.norm.LayerNorm SEQUENCE 8, eps=0.1, bias=False
+timm_fp32 timm.layers.norm.LayerNormFp32 SEQUENCE 8
+timm_fp32_plain timm.layers.norm.LayerNormFp32 SEQUENCE 8, affine=False
+timm_2d timm.layers.norm.LayerNorm2d CHANNELS_FIRST 8
+timm_2d_plain timm.layers.norm.LayerNorm2d CHANNELS_FIRST 8, affine=False
+timm_2d_fp32 timm.layers.norm.LayerNorm2dFp32 CHANNELS_FIRST 8, eps=0.1
+timm_exp_2d timm.layers.norm.LayerNormExp2d CHANNELS_FIRST 8, eps=0.1
+timm_act timm.layers.norm_act.LayerNormAct SEQUENCE 8
+timm_act_fp32 timm.layers.norm_act.LayerNormActFp32 SEQUENCE 8
+timm_act_2d timm.layers.norm_act.LayerNormAct2d CHANNELS_FIRST 8, act_layer=nn.GELU
+timm_act_2d_fp32 timm.layers.norm_act.LayerNormAct2dFp32 CHANNELS_FIRST 8
+timm_no_bias timm.models.metaformer.LayerNormNoBias SEQUENCE 8
+timm_2d_no_bias timm.models.metaformer.LayerNorm2dNoBias CHANNELS_FIRST 8
+torchvision_2d torchvision.models.convnext.LayerNorm2d CHANNELS_FIRST 8, eps=1e-6
+diffusers_fp32 D.normalization.FP32LayerNorm SEQUENCE 8
+diffusers_fp32_plain D.normalization.FP32LayerNorm SEQUENCE 8, elementwise_affine=False
+diffusers_2d D.unets.unet_stable_cascade.SDCascadeLayerNorm CHANNELS_FIRST 8, 1e-5, False
+convnext T.convnext.ConvNextLayerNorm SEQUENCE 8
+convnext_2d T.convnext.ConvNextLayerNorm CHANNELS_FIRST 8, data_format='channels_first'
+sam_2d T.sam.SamLayerNorm CHANNELS_FIRST 8, data_format='channels_first', eps=0.1
+eomt T.eomt.EomtLayerNorm2d CHANNELS_FIRST 8
+chameleon T.chameleon.ChameleonLayerNorm HEADS (2, 8)
+cohere T.cohere.CohereLayerNorm SEQUENCE 8, eps=0.1
+cohere_heads T.cohere.CohereLayerNorm HEADS (2, 8)
+deberta T.deberta.DebertaLayerNorm SEQUENCE 8, eps=0.1
+esmc T.esmc.EsmcLayerNorm SEQUENCE 8
+esmfold T.esm.modeling_esmfold.EsmFoldLayerNorm SEQUENCE 8
+esmfold2 T.esmfold2.EsmFold2LayerNorm SEQUENCE 8
+nemotron T.nemotron.NemotronLayerNorm1P SEQUENCE 8
+olmo T.olmo.OlmoLayerNorm SEQUENCE 8
+squeezebert T.squeezebert.SqueezeBertLayerNorm SEQUENCE_LAST 8, eps=0.1
+videoprism T.videoprism.VideoPrismLayerNorm SEQUENCE 8
+vitdet T.vitdet.VitDetLayerNorm CHANNELS_FIRST 8, eps=0.1
+bark here.BarkLayerNorm SEQUENCE 8
+convnext_by_hand here.ConvNextLayerNorm SEQUENCE 8
+convnext_by_hand_2d here.ConvNextLayerNorm CHANNELS_FIRST 8, data_format='channels_first'
+"""
+RMS = """
+llama T.llama.LlamaRMSNorm
+gemma T.gemma.GemmaRMSNorm
+flex_olmo T.flex_olmo.FlexOlmoRMSNorm eps=0.1
+gemma3n T.gemma3n.Gemma3nRMSNorm
+gemma3n_plain T.gemma3n.Gemma3nRMSNorm with_scale=False
+qwen3_next_gated T.qwen3_next.Qwen3NextRMSNormGated
+qwen4_gated T.qwen4_exp.Qwen4ExpTextRMSNormGated activation='sigmoid'
+kimi_gated T.kimi_linear.KimiLinearRMSNormGated
+mamba2_gated T.mamba2.MambaRMSNormGated group_size=32
+mamba2_whole T.mamba2.MambaRMSNormGated group_size=256
+falcon_h1 T.falcon_h1.FalconH1RMSNormGated n_groups=4
+falcon_h1_gate_first T.falcon_h1.FalconH1RMSNormGated norm_before_gate=False
+nanochat T.nanochat.NanoChatRMSNorm
+llama4_l2 T.llama4.Llama4TextL2Norm
+helium T.helium.HeliumRMSNorm
+inkling2 T.inkling2.Inkling2UnweightedRMSNorm
+moshi T.moshi.MoshiRMSNorm eps=0.1
+t5 T.t5.T5LayerNorm
+idefics T.idefics.IdeficsRMSNorm eps=0.1
+llama4 T.llama4.Llama4TextRMSNorm
+muse_spark T.muse_spark.MuseSparkTextCenteredRMSNorm
+qwen4_exp T.qwen4_exp.Qwen4ExpTextRMSNorm
+qwen4_groups T.qwen4_exp.Qwen4ExpTextRMSNorm group_size=32
+cpmant T.cpmant.CpmAntLayerNorm
+imagegpt T.imagegpt.ImageGPTLayerNorm
+diffusers D.normalization.RMSNorm eps=1e-6
+diffusers_bias D.normalization.RMSNorm eps=0.1, bias=True
+diffusers_plain D.normalization.RMSNorm eps=1e-6, elementwise_affine=False
+mochi D.normalization.MochiRMSNorm eps=1e-6
+mochi_plain D.normalization.MochiRMSNorm eps=1e-6, elementwise_affine=False
+cosmos3 D.transformers.transformer_cosmos3.Cosmos3NemotronRMSNorm eps=1e-6
+krea2 D.transformers.transformer_krea2.Krea2RMSNorm
+qwenimage21 D.transformers.transformer_qwenimage21.QwenImage21ZeroCenterRMSNorm
+stable_audio3 D.transformers.transformer_stable_audio3.StableAudio3RMSNorm eps=0.1
+stable_audio3_narrow D.transformers.transformer_stable_audio3.StableAudio3RMSNorm force_fp32=False
+kolors diffusers.pipelines.kolors.text_encoder.RMSNorm
+timm timm.layers.norm.RmsNorm eps=0.1
+timm_plain timm.layers.norm.RmsNorm affine=False
+timm_act timm.layers.norm_act.RmsNormAct act_layer=nn.GELU
+timm_act_fp32 timm.layers.norm_act.RmsNormActFp32
+timm_fp32 timm.layers.norm.RmsNormFp32
+diffusers_033 here.RMSNorm033 eps=0.1
+diffusers_030 here.RMSNorm030 eps=0.1
+mamba2_gated_whole here.MambaRMSNormGated
+falcon_h1_squeezed here.FalconH1RMSNormGated
+torch torch.nn.RMSNorm eps=1e-6
+torch_eps torch.nn.RMSNorm
+torch_plain torch.nn.RMSNorm elementwise_affine=False
+"""
+GROUPS = """
+torch torch.nn.GroupNorm (2,8,5,3) 4, 8
+plain torch.nn.GroupNorm (3,8,7) 1, 8, 0.001, False
+two_dims torch.nn.GroupNorm (3,8) 2, 8
+five_dims torch.nn.GroupNorm (2,8,2,3,4) 2, 8
+instance_1d torch.nn.InstanceNorm1d (2,8,9) 8
+instance_2d torch.nn.InstanceNorm2d (2,8,5,3) 8, 0.001, 0.1, True
+instance_3d torch.nn.InstanceNorm3d (2,8,2,3,4) 8, 1e-05, 0.1, True
+timm timm.layers.norm.GroupNorm (2,8,5,3) 8, 4
+timm_1 timm.layers.norm.GroupNorm1 (2,8,5,3) 8
+timm_no_bias timm.models.metaformer.GroupNorm1NoBias (2,8,5,3) 8
+timm_act timm.layers.norm_act.GroupNormAct (2,8,5,3) 8, 4
+timm_1_act timm.layers.norm_act.GroupNorm1Act (2,8,5,3) 8
+bit T.bit.BitGroupNormActivation (2,8,5,3) Config, 8
+poolformer T.poolformer.PoolFormerGroupNorm (2,8,5,3) 8
+pe_audio T.pe_audio.PeAudioMaskedGroupNorm (2,8,9) 2, 8
+"""
+CHANNELS = """
+wan D.autoencoders.autoencoder_kl_wan.WanRMS_norm (2,24,3,4,6) dim=24, images=False
+wan_bias D.autoencoders.autoencoder_kl_wan.WanRMS_norm (2,24,4,6) dim=24, bias=True
+kandinsky6 D.autoencoders.autoencoder_kandinsky6_sr.Kandinsky6VAERMSNorm (2,24,3,4,6) 24
+ltx2 D.autoencoders.autoencoder_kl_ltx2.PerChannelRMSNorm (2,24,3,4,6)
+timm timm.layers.norm.RmsNorm2d (2,24,4,6) channels=24
+timm_fp32 timm.layers.norm.RmsNorm2dFp32 (2,24,4,6) channels=24
+timm_act timm.layers.norm_act.RmsNormAct2d (2,24,4,6) num_channels=24
+timm_act_fp32 timm.layers.norm_act.RmsNormAct2dFp32 (2,24,4,6) num_channels=24
+"""
 
 
 class Config:
-    num_groups, hidden_act = 4, "relu"
+    num_groups, hidden_act, eps, hidden_size = 4, "relu", 1e-6, SIZE
 
 
-GROUPS: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
-    "torch": (nn.GroupNorm, (4, 8), (2, 8, 5, 3)),
-    "plain": (nn.GroupNorm, (1, 8, 1e-3, False), (3, 8, 7)),
-    "two_dims": (nn.GroupNorm, (2, 8), (3, 8)),
-    "five_dims": (nn.GroupNorm, (2, 8), (2, 8, 2, 3, 4)),
-    "instance_1d": (nn.InstanceNorm1d, (8,), (2, 8, 9)),
-    "instance_2d": (nn.InstanceNorm2d, (8, 1e-3, 0.1, True), (2, 8, 5, 3)),
-    "instance_3d": (nn.InstanceNorm3d, (8, 1e-5, 0.1, True), (2, 8, 2, 3, 4)),
-    "timm": ("timm.layers.norm.GroupNorm", (8, 4), (2, 8, 5, 3)),
-    "timm_1": ("timm.layers.norm.GroupNorm1", (8,), (2, 8, 5, 3)),
-    "timm_no_bias": ("timm.models.metaformer.GroupNorm1NoBias", (8,), (2, 8, 5, 3)),
-    "timm_act": ("timm.layers.norm_act.GroupNormAct", (8, 4), (2, 8, 5, 3)),
-    "timm_1_act": ("timm.layers.norm_act.GroupNorm1Act", (8,), (2, 8, 5, 3)),
-    "bit": (T + "bit.modeling_bit.BitGroupNormActivation", (Config, 8), (2, 8, 5, 3)),
-    "poolformer": (T + "poolformer.modeling_poolformer.PoolFormerGroupNorm", (8,), (2, 8, 5, 3)),
-    "pe_audio": (T + "pe_audio.modeling_pe_audio.PeAudioMaskedGroupNorm", (2, 8), (2, 8, 9)),
-}
-CHANNELS: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
-    "wan": (A + "autoencoder_kl_wan", "WanRMS_norm", {"dim": 24, "images": False},
-            (2, 24, 3, 4, 6)),
-    "wan_bias": (A + "autoencoder_kl_wan", "WanRMS_norm", {"dim": 24, "bias": True}, (2, 24, 4, 6)),
-    "kandinsky6": (A + "autoencoder_kandinsky6_sr", "Kandinsky6VAERMSNorm", {"num_channels": 24},
-                   (2, 24, 3, 4, 6)),
-    "ltx2": (A + "autoencoder_kl_ltx2", "PerChannelRMSNorm", {}, (2, 24, 3, 4, 6)),
-    "timm": ("timm.layers.norm", "RmsNorm2d", {"channels": 24}, (2, 24, 4, 6)),
-    "timm_fp32": ("timm.layers.norm", "RmsNorm2dFp32", {"channels": 24}, (2, 24, 4, 6)),
-    "timm_act": ("timm.layers.norm_act", "RmsNormAct2d", {"num_channels": 24}, (2, 24, 4, 6)),
-    "timm_act_fp32": ("timm.layers.norm_act", "RmsNormAct2dFp32", {"num_channels": 24},
-                      (2, 24, 4, 6)),
-}  # fmt: skip
+def rows_of(text, has_shape=True):
+    """By name: the module and the name of the class, its arguments, and the shape of x."""
+    rows = {}
+    for line in text.strip().splitlines():
+        name, path, *rest = line.split(" ", 2 + has_shape)
+        library, _, path = path.partition(".")
+        module, _, cls = path.rpartition(".")
+        if library == "T":
+            folder, _, file = module.partition(".")
+            module = f"transformers.models.{folder}.{file or f'modeling_{folder}'}"
+        elif library == "here":
+            module = __name__
+        else:
+            module = f"{'diffusers.models' if library == 'D' else library}.{module}"
+        shape = eval(rest.pop(0)) if has_shape else (48, SIZE)
+        rows[name] = (module, cls, rest[0] if rest else "", shape)
+    return rows
 
 
-def of_layers(module, name, arguments, shape):
-    size, options = (8, arguments) if isinstance(arguments, dict) else (arguments, {})
-    return class_of(module, name)(size, **options), shape
-
-
-def of_rms(module, name, options):
+def make(kind, module, name, arguments, shape):
     cls = class_of(module, name)
     first = next(iter(inspect.signature(cls).parameters))
-    if first == "config":
-        return cls(type("Config", (), {"eps": 1e-6, "hidden_size": SIZE})), (48, SIZE)
+    if kind == "rms" and first != "eps":
+        arguments = "Config" if first == "config" else f"SIZE, {arguments}"
     try:
-        return (cls(**options) if first == "eps" else cls(SIZE, **options)), (48, SIZE)
+        return eval(f"cls({arguments})", globals(), {"cls": cls}), shape
     except TypeError as error:  # another release of the library, with other arguments
         return pytest.skip(str(error))
 
 
-def of_groups(cls, arguments, shape):
-    cls = class_of(*cls.rsplit(".", 1)) if isinstance(cls, str) else cls
-    return cls(*arguments), shape
-
-
-def of_channels(module, name, options, shape):
-    return class_of(module, name)(**options), shape
-
-
-# By kind: its lines, what makes a module of one, and mean and deviation of parameters, which show
-# whether they are used; the mixtures of dtypes of x and of parameters, also under autocast.
+# By kind: its lines; mean and deviation of parameters, which show whether they are used; the
+# mixtures of dtypes of x and of parameters, also under autocast.
 HALF = (F16, BF16)
 KINDS: dict[str, tuple[Any, ...]] = {
-    "layer": (LAYERS, of_layers, (1.0, 0.3),
+    "layer": (rows_of(LAYERS), (1.0, 0.3),
               [*((t, t) for t in (F32, F64, *HALF)), *((t, F32) for t in HALF)],
               [*itertools.product((F32, BF16), repeat=2)]),
-    "rms": (RMS, of_rms, (0.5, 1.0),
+    "rms": (rows_of(RMS, has_shape=False), (0.5, 1.0),
             [(BF16, BF16), (BF16, F32), (F16, F16), (F16, F32), (F32, F32), (F32, BF16)],
             [(BF16, BF16), (BF16, F32), (F32, F32)]),
-    "groups": (GROUPS, of_groups, (0.0, 1.0),
+    "groups": (rows_of(GROUPS), (0.0, 1.0),
                [*((t, t) for t in (F32, F64, BF16, F16)), (BF16, F32)],
                [(F32, F32), (BF16, F32)]),
-    "channels": (CHANNELS, of_channels, (0.0, 1.0), [(F32, F32), (BF16, BF16)], []),
+    "channels": (rows_of(CHANNELS), (0.0, 1.0), [(F32, F32), (BF16, BF16)], []),
 }  # fmt: skip
 IDS = [f"{kind}-{name}" for kind, (rows, *_) in KINDS.items() for name in rows]
 
@@ -230,8 +218,8 @@ IDS = [f"{kind}-{name}" for kind, (rows, *_) in KINDS.items() for name in rows]
 def case(request, device):
     """(the kind, the module, the shape of its input)."""
     kind, name = request.param.split("-")
-    rows, make, (mean, deviation), *_ = KINDS[kind]
-    norm, shape = make(*rows[name])
+    rows, (mean, deviation), *_ = KINDS[kind]
+    norm, shape = make(kind, *rows[name])
     for parameter in norm.to(device).parameters():
         nn.init.normal_(parameter, mean, deviation)
     return kind, norm, shape
@@ -253,10 +241,17 @@ def formats(kind, shape, dtype, device):
     yield x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
+def gate_of(norm):
+    """The parameter of a class that takes a gate."""
+    return inspect.signature(norm.forward).parameters.get("gate")
+
+
 def arguments_of(norm, x):
-    """x, and a gate for a class that takes one."""
-    takes_gate = "gate" in inspect.signature(norm.forward).parameters
-    return (x, torch.randn_like(x)) if takes_gate else (x,)
+    """x, and for a class that takes one a gate, cut out of a projection as models make it."""
+    if gate_of(norm) is None:
+        return (x,)
+    wide = torch.randn(*x.shape[:-1], 3 * x.shape[-1], device=x.device).to(x.dtype)
+    return x, wide[..., x.shape[-1] : 2 * x.shape[-1]].as_subclass(type(x))
 
 
 def assert_close(kind, found, expected, dtype):
@@ -284,9 +279,9 @@ def may_refuse(kind, norm, x, autocast=False):
     return autocast and kind == "layer" and (x.dtype, parameter) == (F32, BF16)
 
 
-def compare(kind, norm, x):
+def compare(kind, norm, x, *gate):
     """The swapped one need not refuse what the class refuses."""
-    inputs = arguments_of(norm, x)
+    inputs = (x, *gate) if gate else arguments_of(norm, x)
     try:
         expected, gradients = results(norm, *inputs)
     except RuntimeError:
@@ -337,7 +332,7 @@ def mixtures(of):
     )
 
 
-@mixtures(3)
+@mixtures(2)
 def test_same_results(case, x_dtype, dtype, kernels, device):
     kind, norm, shape = case
     norm.to(dtype)
@@ -353,6 +348,15 @@ def test_same_results(case, x_dtype, dtype, kernels, device):
         return
     for x in formats(kind, shape, x_dtype, device):
         compare(kind, norm, x)
+    if (gate := gate_of(norm)) is not None:
+        compare(kind, norm, x, torch.randn_like(x.float()))
+        if gate.default is None and "Kimi" not in type(norm).__name__:
+            for given in ((), (None,)):
+                compare_outputs(norm, x, *given)
+
+
+def compare_outputs(norm, *inputs):
+    assert_same_roundings(swapped(norm)(*inputs), norm(*inputs), inputs[0].dtype)
 
 
 @pytest.mark.cpu_operators
@@ -372,7 +376,7 @@ def test_shapes_and_strides_of_rms_norms(case, device):
             compare("rms", norm, strided)
 
 
-@mixtures(4)
+@mixtures(3)
 def test_autocast(case, x_dtype, dtype, kernels, device):
     kind, norm, shape = case
     norm.to(dtype)
@@ -406,7 +410,11 @@ def test_the_operators_are_called(case, device):
     dtype = BF16 if narrow else F32
     inputs = arguments_of(norm.to(dtype), torch.randn(shape, device=device).to(dtype))
     new = swapped(norm)
-    assert operators_of(lambda: new(*inputs))
+    called = operators_of(lambda: new(*inputs))
+    assert called
+    if gate_of(norm) is not None:  # one kernel for a norm and its gate
+        ours = {"fused_layernorm::rms_norm_gated", "fused_layernorm::rms_norm_gated_forward"}
+        assert called <= ours or len(called) == 1
 
 
 @pytest.mark.cpu_operators
@@ -491,7 +499,7 @@ def test_traced_and_scripted(case, compiler, device):
 
 def test_every_known_source_is_tested():
     """Skipped where an installed version lacks one of the classes above."""
-    lines = [(module, cls) for module, cls, *_ in (*RMS.values(), *CHANNELS.values())]
+    lines = [row[:2] for kind in ("rms", "channels") for row in KINDS[kind][0].values()]
     assert {*table.SOURCES} <= {digest(class_of(*line)) for line in lines}
     of_rms = {name for name, known in table.CLASSES.items() if kind(known) == "rms"}
     assert {name for name in of_rms if name[0].startswith("timm.")} <= {*lines}
@@ -513,7 +521,7 @@ def test_the_installed_group_norms_are_known(name):
 
 
 class BarkLayerNorm(nn.Module):
-    __module__ = T + "bark.modeling_bark"
+    __module__ = "transformers.models.bark.modeling_bark"
 
     def __init__(self, hidden_size, bias=True):
         super().__init__()
@@ -525,7 +533,7 @@ class BarkLayerNorm(nn.Module):
 
 
 class ConvNextLayerNorm(nn.Module):
-    __module__ = T + "convnext.modeling_convnext"
+    __module__ = "transformers.models.convnext.modeling_convnext"
 
     def __init__(self, normalized_shape, eps=1e-6, data_format="channels_last"):
         super().__init__()

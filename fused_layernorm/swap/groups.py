@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import stock
-from ..groups import (
-    FusedGroupNorm,
-    ada_group_norm,
-    as_pytorch_reads,
-    group_norm,
-    has_one_value,
-)
+from ..groups import FusedGroupNorm, ada_group_norm, as_pytorch_reads, group_norm, has_one_value
 from ..modules import is_bare
 from ..ops.formulas import activate
 from .classes import must_be_called

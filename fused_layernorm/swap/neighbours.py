@@ -29,17 +29,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from .. import stock
 from ..groups import KEEPS_CHANNELS_LAST, as_pytorch_reads
-from . import channels, groups, rewrite, rms, source
-from .classes import (
-    Forward,
-    Known,
-    forward_of,
-    is_as_read,
-    is_fused,
-    kind_of,
-    made_class,
-    must_be_called,
-)
+from . import channels, classes, groups, rewrite, rms, source
+from .classes import Forward, Known, forward_of, is_as_read, is_fused, must_be_called
 from .groups import activation_of, is_plain_group_norm
 from .rewrite import Rules, Template, attribute_of_self, target_of
 
@@ -117,15 +108,12 @@ def _in_order(self: Any, x: Tensor) -> Tensor:
 
 def _in_sequence(self: Any, input: Any) -> Any:
     modules = [*self._modules.values()]
-    i = 0
-    while i < len(modules):
-        norm, act = modules[i], modules[i + 1] if i + 1 < len(modules) else None
-        if is_pair(norm, act):
-            input = _activated(self, act, norm, input)
-            i += 2
+    while modules:
+        module = modules.pop(0)
+        if modules and activation_of(modules[0]) is not None:
+            input = _activated(self, modules.pop(0), module, input)
         else:
-            input = norm(input)
-            i += 1
+            input = module(input)
     return input
 
 
@@ -260,7 +248,7 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
         if cls.forward is not _SEQUENTIAL_FORWARD:
             return None
         known, part = Known(KIND, _in_sequence), source.Part(cls, "forward", cls.forward)
-        return made_class(cls, known, (part,), (class_of,), forward=_in_sequence)
+        return classes.made_class(cls, known, (part,), (class_of,), forward=_in_sequence)
     names = rewrite.names_in(cls)
     if not (any(map(_NORM.search, names)) and any(map(_ACT.search, names))):
         return None
@@ -293,7 +281,7 @@ def has_pair(module: nn.Module, made: Any, planned: Planned) -> bool:
 
     if isinstance(made, str):
         children = filter(is_known, module.children())
-        return any(kind_of(planned.get(one, type(one))) == "group" for one in children)
+        return any(classes.kind_of(planned.get(one, type(one))) == "group" for one in children)
     if forward_of(made) is _in_sequence:
         pairs: Any = itertools.pairwise(module._modules.values())
         return any(is_pair(norm, act, planned.get(norm)) for norm, act in pairs)

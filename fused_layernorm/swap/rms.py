@@ -60,17 +60,25 @@ def normalized(
     dtypes: Dtypes,
     keeps_order: bool = True,
     activation: str | None = None,
+    size: int = 0,
 ) -> Tensor | None:
-    """The norm over the last dimension, or None if it is not for the kernels."""
-    out_dtype = _out_dtype(x, weight, eps, dtypes)
+    """The norm over the last dimension, or each group of this size in it; None if it is not for the
+    kernels."""
+    out_dtype = _out_dtype(x, weight, eps, dtypes, size)
     if out_dtype is None:
         return None
     compiling = calls.is_compiling()
     if compiling and (choice.is_inductors_rms_norm(x) or (keeps_order and x.stride(-1) != 1)):
         return None
     order = None if compiling or not keeps_order else _order_of_memory(x)
+    rows = x if order is None else x.permute(order)
+    if size not in (0, x.shape[-1]):
+        if order is None and not x.is_contiguous():
+            return None
+        options: Any = {**variant._asdict(), "out_dtype": out_dtype, "group_size": size}
+        return _permuted_back(rms_norm(rows, weight, eps, **options), order)
     a = describe(
-        x if order is None else x.permute(order),
+        rows,
         weight=weight,
         eps=eps,
         activation=activation,
@@ -78,16 +86,20 @@ def normalized(
         statistic="rms",
         weight_offset=variant.weight_offset,
         round_before_weight=variant.round_before_weight,
-        keeps_order=keeps_order and not x.is_contiguous() and order is None,
+        keeps_order=keeps_order and order is None and not x.is_contiguous(),
     )
     return _permuted_back(calls.run(a), order)
 
 
-def _out_dtype(x: Tensor, weight: Tensor | None, eps: Any, dtypes: Dtypes) -> torch.dtype | None:
+def _out_dtype(
+    x: Tensor, weight: Tensor | None, eps: Any, dtypes: Dtypes, size: int
+) -> torch.dtype | None:
     """The dtype of the result, or None if a norm of x is not for the kernels."""
     if not has_kernels(x) or type(eps) is not float or eps != eps or x.dim() == 0:
         return None
     if weight is not None and weight.shape != (x.shape[-1],):
+        return None
+    if size != 0 and (size < 0 or x.numel() == 0 or x.shape[-1] % size != 0):
         return None
     return dtypes.get((x.dtype, None if weight is None else weight.dtype))
 
@@ -215,34 +227,9 @@ def timm_float32(self: Any, x: Tensor) -> Tensor | None:
 # ---- A norm and its gate, and norms over groups of columns.
 
 
-def _in_groups(
-    x: Tensor, size: int, weight: Tensor, eps: float, variant: Variant, dtypes: Dtypes
-) -> Tensor | None:
-    """The norm of each group of this size in the last dimension."""
-    if not _divides(size, x):
-        return None
-    if x.shape[-1] == size:
-        return normalized(x, weight, eps, variant, dtypes)
-    out_dtype = _out_dtype(x, weight, eps, dtypes)
-    if out_dtype is None or (calls.is_compiling() and choice.is_inductors_rms_norm(x)):
-        return None
-    order = _order_of_memory(x)
-    if order is None and not x.is_contiguous():
-        return None
-    rows = x if order is None else x.permute(order)
-    options: Any = {**variant._asdict(), "out_dtype": out_dtype, "group_size": size}
-    return _permuted_back(rms_norm(rows, weight, eps, **options), order)
-
-
-def _divides(size: int, x: Tensor) -> bool:
-    return size == 0 or (size > 0 and x.numel() > 0 and x.shape[-1] % size == 0)
-
-
 def gemma_groups(self: Any, x: Tensor) -> Tensor | None:
-    if self.group_size is None:
-        return gemma(self, x)
-    weight = parameter(self, "weight")
-    return _in_groups(x, self.group_size, weight, self.eps, PLUS_ONE, OF_X)
+    weight, size = parameter(self, "weight"), self.group_size
+    return normalized(x, weight, self.eps, PLUS_ONE, OF_X, size=size or 0)
 
 
 class Groups(NamedTuple):
@@ -265,9 +252,9 @@ def _gated(variant: Variant, dtypes: Dtypes, groups: Callable[..., Groups | None
         if of is None:
             return None
         if gate is None and of.is_optional:
-            return _in_groups(x, of.size, weight, eps, variant, dtypes)
-        out_dtype, order = _out_dtype(x, weight, eps, dtypes), None
-        if out_dtype is None or of.activation not in ACTIVATIONS or not _divides(of.size, x):
+            return normalized(x, weight, eps, variant, dtypes, size=of.size)
+        out_dtype, order = _out_dtype(x, weight, eps, dtypes, of.size), None
+        if out_dtype is None or of.activation not in ACTIVATIONS:
             return None
         if not isinstance(gate, Tensor) or gate.shape != x.shape or gate.device != x.device:
             return None

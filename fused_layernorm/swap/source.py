@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 from ..stock import GROUP_NORM_FORWARD, LAYER_NORM_FORWARD, RMS_NORM_FORWARD, GroupNorm, LayerNorm
 
 # The digests of classes that have the forward of a class of PyTorch.
-INHERITED, INHERITED_GROUP = "nn.LayerNorm.forward", "nn.GroupNorm.forward"
 _INHERITED: dict[Any, str] = {
-    LAYER_NORM_FORWARD: INHERITED,
+    LAYER_NORM_FORWARD: "nn.LayerNorm.forward",
     RMS_NORM_FORWARD: "nn.RMSNorm.forward",
-    GROUP_NORM_FORWARD: INHERITED_GROUP,
+    GROUP_NORM_FORWARD: "nn.GroupNorm.forward",
 }
 _BASES = {LayerNorm: LAYER_NORM_FORWARD, GroupNorm: GROUP_NORM_FORWARD}  # that super() may be
 

@@ -24,18 +24,7 @@ from ..modules import FusedRMSNorm
 from . import classes, registry, source
 from . import neighbours as beside
 from . import rotations as rotary
-from .classes import (
-    OURS,
-    PLAIN,
-    REGISTERED,
-    Forward,
-    Known,
-    is_fused,
-    kind_of,
-    lock,
-    plain_class,
-    swapped_from,
-)
+from .classes import REGISTERED, Forward, Known, is_fused, kind_of, lock, plain_class
 from .registry import Found
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -103,10 +92,10 @@ def _swap_all(
     """Swaps the norms of these kinds and the registered modules; `what` names them in messages."""
     left: Counter[str] = Counter()
     plan = _planned(model, predicate, kinds, neighbours, left)
-    for given in plan.values():
+    for module, given in plan.items():
         with lock:
-            if not is_fused(given.module):  # another thread may have been quicker
-                _give(given)
+            if not is_fused(module):  # another thread may have been quicker
+                _give(module, given)
     text = _say(left, model, f"{left.total()} {what}-like modules were left: ")
     wanted = {*kinds, REGISTERED, *(_BESIDE if neighbours else [])}
     if not any(is_fused(module) and kind_of(type(module)) in wanted for module in model.modules()):
@@ -127,9 +116,8 @@ def _say(left: Counter[str], model: nn.Module, what: str) -> str:
 
 
 class _Given(NamedTuple):
-    """A class that a swap gives to a module."""
+    """What a swap gives to a module."""
 
-    module: nn.Module
     cls: type[nn.Module]
     own: Forward | None = None  # the forward of the instance that the class takes over
 
@@ -149,26 +137,33 @@ def _planned(
     `left` counts the norm-like modules that stay, with the reason.
     """
     plan: _Plan = {}
+
+    def note(module: nn.Module, given: _Given | str | None) -> None:
+        if isinstance(given, str):
+            left[f"{_name(plain_class(module))} ({given})"] += 1
+        elif given is not None:
+            plan[module] = given
+
     read = functools.cache(source.read)  # for this swap: a later one may find other forwards
     # The norms come first: a module that modulates a norm's output is swapped only if the norm is.
     modules = sorted(model.named_modules(), key=lambda item: not isinstance(item[1], nn.LayerNorm))
     for name, module in modules:
         with lock:  # while it is looked at, no other thread swaps it
             found = None if is_fused(module) else registry.find(module, read)
-            if found is None:
-                continue
-            if found.kind in kinds or found.kind == REGISTERED:
-                given = _norm(name, module, found, predicate, plan)
-            elif found.kind == "rms" and "LayerNorm" in plain_class(module).__name__:
-                given = "it computes RMSNorm"
-            else:
-                continue
-        if isinstance(given, str):
-            left[f"{_name(plain_class(module))} ({given})"] += 1
-        else:
-            plan[module] = given
-    if neighbours:
-        _plan_neighbours(model, plan, left)
+            if found is not None and found.kind in (*kinds, REGISTERED):
+                note(module, _norm(name, module, found, predicate, plan))
+            elif found and found.kind == "rms" and "LayerNorm" in plain_class(module).__name__:
+                note(module, "it computes RMSNorm")
+    rotation_of, activation_of = map(functools.cache, (rotary.class_of, beside.class_of))
+    planned = {module: given.cls for module, given in plan.items()}
+    for module in model.modules() if neighbours else ():
+        if module in plan or is_fused(module) or "forward" in module.__dict__:
+            continue
+        cls: Any = classes.swapped_from(module) or plain_class(module)
+        made: Any = rotation_of(cls)
+        if made is None and (made := activation_of(cls)) is not None:
+            made = made if beside.has_pair(module, made, planned) else None
+        note(module, _Given(made) if isinstance(made, type) else made)
     return plan
 
 
@@ -176,18 +171,15 @@ def _norm(
     name: str, module: nn.Module, found: Found, predicate: Predicate | None, plan: _Plan
 ) -> _Given | str:
     """What a swap gives to a norm, or why it is left."""
-    is_accepted = False
-    if predicate is not None and (
-        isinstance(module, (stock.LayerNorm, stock.RMSNorm, stock.GroupNorm))
-        or (found.known is not None and found.kind in ("rms", "group"))
-    ):
-        if not predicate(name, module):
-            return "the predicate refused"
-        is_accepted = True
-    if found.known is None and found.make is None and is_accepted:
-        found = registry.accepted(module, found)
+    of_pytorch = isinstance(module, (stock.LayerNorm, stock.RMSNorm, stock.GroupNorm))
+    is_asked = of_pytorch or (found.known is not None and found.kind in ("rms", "group"))
+    is_accepted = predicate is not None and is_asked
+    if predicate is not None and is_accepted and not predicate(name, module):
+        return "the predicate refused"
     if found.known is None and found.make is None:
-        return found.reason
+        found = registry.accepted(module, found) if is_accepted else found
+        if found.known is None:
+            return found.reason
     if parametrize.is_parametrized(module) and not is_accepted:
         return "it is parametrized, and no predicate accepted it"
     known = found.known
@@ -204,42 +196,25 @@ def _norm(
         return "it has a norm that is not fused"
     elif known.forward is FusedRMSNorm.forward and hasattr(module, "bias"):
         return "it has a bias, of which nn.RMSNorm does not know"
-    cls = swapped_from(module) or plain_class(module)
-    if cls in PLAIN and known.forward is PLAIN[cls][0].forward:
-        return _Given(module, PLAIN[cls][0])
+    cls = classes.swapped_from(module) or plain_class(module)
+    if cls in classes.PLAIN and known.forward is classes.PLAIN[cls][0].forward:
+        return _Given(classes.PLAIN[cls][0])
     try:
-        made = registry.class_of(cls, known, found.parts, found.own)
+        return _Given(registry.class_of(cls, known, found.parts, found.own), found.own)
     except source.Unreadable as error:
         return str(error)
-    return _Given(module, made, found.own)
 
 
 _BESIDE = (rotary.KIND, beside.KIND)
 
 
-def _plan_neighbours(model: nn.Module, plan: _Plan, left: Counter[str]) -> None:
-    rotation_of, activation_of = map(functools.cache, (rotary.class_of, beside.class_of))
-    planned = {module: given.cls for module, given in plan.items()}
-    for module in model.modules():
-        if module in plan or is_fused(module) or "forward" in module.__dict__:
-            continue
-        cls: Any = swapped_from(module) or plain_class(module)
-        made: Any = rotation_of(cls)
-        if made is None and (made := activation_of(cls)) is not None:
-            made = made if beside.has_pair(module, made, planned) else None
-        if isinstance(made, str):
-            left[f"{_name(cls)} ({made})"] += 1
-        elif made is not None:
-            plan[module] = _Given(module, made)
-
-
-def _give(given: _Given) -> None:
+def _give(module: nn.Module, given: _Given) -> None:
     """Gives a module the class in which the forward that is known serves its calls."""
-    module, own = given.module, given.module.__dict__
+    own = module.__dict__
     if given.own is not None:
         own["_taken_over"] = {name: own.pop(name) for name in _OF_LIGER if name in own}
     classes.set_class(module, given.cls)
-    if given.cls in OURS:
+    if given.cls in classes.OURS:
         own.update(_is_swapped=True, **_LEAF)
 
 
@@ -273,7 +248,7 @@ def _unswap_all(model: Model, kinds: tuple[str, ...]) -> Model:
     left: Counter[str] = Counter()
     for module in model.modules():
         with lock:
-            cls = swapped_from(module)
+            cls = classes.swapped_from(module)
             if cls is not None and kind_of(type(module)) in (*kinds, REGISTERED):
                 classes.give_back(module, cls)
             elif cls is None and classes.is_derived_from_swapped(module):
@@ -311,7 +286,7 @@ def register_swap(cls: type[nn.Module], make: Callable[[Any], Forward | None]) -
         raise TypeError(f"expected cls to be a subclass of torch.nn.Module, got {cls!r}")
     if not callable(make):
         raise TypeError(f"expected make to be callable, got {type(make).__name__}")
-    if issubclass(cls, OURS) or classes.is_made(cls):
+    if issubclass(cls, classes.OURS) or classes.is_made(cls):
         raise ValueError(f"expected a class that is not fused, got {cls.__name__}")
     registry.register(cls, make)
 
