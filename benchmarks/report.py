@@ -53,12 +53,18 @@ README_ROWS = (
     ("GroupNorm and SiLU of SDXL, NHWC", (2, 320, 128, 128), "bf16", "group_silu_nhwc_"),
     ("modulated LayerNorm of DiT-XL/2", (64, 256, 1152), "bf16", "ada_"),
 )
-# The models whose steps the README shows: part of a name, and the mode.
+# The models whose steps the README shows: part of a name, the mode, and what the sentence above the
+# table calls it, if it is there.
 README_STEPS = (
-    ("transformers Qwen3,", "training"), ("transformers Llama", "training"), ("Gemma3", "training"),
-    ("timm ViT", "training"), ("diffusers DiT", "training"),
-    ("diffusers VAE decoding", "inference"),
-)  # fmt: skip
+    ("transformers Qwen3,", "training", "training Qwen3"),
+    ("transformers Llama", "training", ""),
+    ("Gemma3", "training", ""),
+    ("timm ViT", "training", ""),
+    ("diffusers DiT", "training", ""),
+    ("diffusers VAE decoding", "inference", "decoding by a VAE"),
+    ("diffusers channels_last VAE decoding", "inference", "the same in channels_last"),
+    ("nnU-Net-like 3-D", "training", "training an nnU-Net"),
+)
 OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; other times are peers'
 OTHERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN", "liger": "Liger",
           "llama": "transformers' Llama class"}  # fmt: skip
@@ -188,11 +194,27 @@ def readme_cell(row: Row) -> str:
 
 
 def steps_of(report: Report) -> list[tuple[str, dict[str, Row]]]:
-    """The README's steps: a name, and the row of each variant."""
-    models = [(*key, rows) for key, rows in variants_of(report).items() if "eager" in rows]
-    return [(f"{model}, {mode}", rows) for part, wanted in README_STEPS
-            for model, mode, rows in models
-            if part.lower() in model.lower() and mode == wanted][:6]  # fmt: skip
+    """The README's steps: a name, and the row of each variant; of swaps, that which does most."""
+    found = []
+    for part, wanted, _ in README_STEPS:
+        for (model, mode), rows in variants_of(report).items():
+            if part.lower() in model.lower() and mode == wanted and "eager" in rows:
+                stock, most = rows["eager"], rows.get("swap_neighbours", rows.get("swap"))
+                rows = {**rows, **({"swap_neighbours": most} if most else {})}
+                rows = {variant: {**row, "times": stock["wall_ms"] / row["wall_ms"]}
+                        for variant, row in rows.items() if variant != "swap"}  # fmt: skip
+                found.append((f"{model}, {mode}", rows))
+    return found
+
+
+def in_a_sentence(steps: list[tuple[str, dict[str, Row]]]) -> str:
+    """How many times as fast some steps are when swapped."""
+    said = [f"{words} {rows['swap_neighbours']['times']:.1f}x"
+            for part, mode, words in README_STEPS if words for name, rows in steps
+            if part.lower() in name.lower() and name.endswith(mode) and "swap_neighbours" in rows
+            ]  # fmt: skip
+    head = "Times as fast as stock PyTorch in eager mode, by one line with `neighbours=True`:"
+    return f"{head} **{', '.join(said)}**.\n\n" if said else ""
 
 
 def steps_table(steps: list[tuple[str, dict[str, Row]]]) -> list[str]:
@@ -206,7 +228,8 @@ def steps_table(steps: list[tuple[str, dict[str, Row]]]) -> list[str]:
                              if variant in rows else "-" for variant in shown)])  # fmt: skip
     memory = any("peak_gib" in row for _, rows in steps for row in rows.values())
     return [
-        "A step of a model: what it works through in a second, or its wall time"
+        in_a_sentence(steps) + "Each cell: how many times as fast a step is as the stock model's, "
+        "and what it works through in a second, or its wall time"
         + (", and in brackets the most memory that it took" if memory else "")
         + ". All variants of a model were measured in one run.",
         table(["", *(TITLES[variant] for variant in shown)], body, left=1),
@@ -216,6 +239,7 @@ def steps_table(steps: list[tuple[str, dict[str, Row]]]) -> list[str]:
 def step_cell(row: Row) -> str:
     count, unit = units_of(row["model"])
     said = f"{count / row['wall_ms'] * 1e3:,.0f} {unit}/s" if unit else f"{row['wall_ms']:.1f} ms"
+    said = said if row["variant"] == "eager" else f"{row['times']:.2f}x, {said}"
     return f"{said} ({row['peak_gib']:.1f} GiB)" if "peak_gib" in row else said
 
 
