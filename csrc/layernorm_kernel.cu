@@ -29,10 +29,10 @@ struct RowBlock : ForwardTeam {
   static constexpr bool kChoosesL2 = kVecs < 8 || !N::Prologue::kMayStore;
   BlockTeam team;
 
-  __device__ __forceinline__ int first_piece() const { return team.thread; }
-  __device__ __forceinline__ int step() const { return team.threads; }
+  FUSED_DEVICE int first_piece() const { return team.thread; }
+  FUSED_DEVICE int step() const { return team.threads; }
   template <typename Acc>
-  __device__ __forceinline__ Acc sum(Acc v, int n) const {
+  FUSED_DEVICE Acc sum(Acc v, int n) const {
     __shared__ alignas(16) Acc scratch[2][kMaxWarps];
     return team_sum(v, team, scratch[n]);
   }
@@ -43,7 +43,7 @@ struct RowBlock : ForwardTeam {
   template <typename N, int kVecs, bool kRagged>
   static constexpr bool kPivotFirst = kRagged || kVecs < 8 || !N::Prologue::kMayStore;
   template <typename N, typename Row, int kWidth>
-  __device__ __forceinline__ auto pivot(const Row& row, const Vec<typename N::X, kWidth>&) const {
+  FUSED_DEVICE auto pivot(const Row& row, const Vec<typename N::X, kWidth>&) const {
     return N::Statistic::template pivot<typename N::X>(row.first_elements(kWidth));
   }
 

@@ -6,6 +6,7 @@
 #include "backward/teams.h"
 
 namespace fused_layernorm {
+
 namespace backward {
 
 struct Block : Persistent {

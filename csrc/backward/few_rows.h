@@ -6,26 +6,6 @@
 #include "backward/warp.h"
 
 namespace fused_layernorm {
-namespace backward {
-
-struct FewRows : OneRowATeam {
-  static constexpr const char* kName = "few_rows";
-  int64_t column_blocks = 0;  // of the launch's blocks, those on columns
-
-  static std::optional<FewRows> make(const Problem& problem, const Device& device,
-                                     const Forced& forced);
-  template <typename Json>
-  void describe(Json& json) const {
-    OneRowATeam::describe(json);
-    json.add("column_blocks", column_blocks);
-  }
-};
-
-}  // namespace backward
-
-BackwardLaunch<backward::FewRows> launch_layer_norm_backward;
-
-// ---- Limits.
 
 // The blocks of few rows that a multiprocessor has registers for: they have no running sums, but
 // activations and long rows take registers.
@@ -69,6 +49,19 @@ static_assert(few_rows_shared_bytes(kBackwardThreads, vector_width(2), 2) <= 409
               "shared memory never decides how many blocks of few rows run at once");
 
 namespace backward {
+
+struct FewRows : OneRowATeam {
+  static constexpr const char* kName = "few_rows";
+  int64_t column_blocks = 0;  // of the launch's blocks, those on columns
+
+  static std::optional<FewRows> make(const Problem& problem, const Device& device,
+                                     const Forced& forced);
+  template <typename Json>
+  void describe(Json& json) const {
+    OneRowATeam::describe(json);
+    json.add("column_blocks", column_blocks);
+  }
+};
 
 inline bool has_few_rows(const Problem& problem, const Device& device) {
   const int64_t most =
@@ -146,5 +139,9 @@ inline std::optional<FewRows> FewRows::make(const Problem& problem, const Device
   if (!launches) return std::nullopt;
   return plan;
 }
+
 }  // namespace backward
+
+BackwardLaunch<backward::FewRows> launch_layer_norm_backward;
+
 }  // namespace fused_layernorm

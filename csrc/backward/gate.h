@@ -6,6 +6,14 @@
 #include "backward/teams.h"
 
 namespace fused_layernorm {
+
+constexpr int kGateThreads = 256;
+constexpr int kGateWarps = kGateThreads / kWarpThreads;
+// A lane has a vector of a row, or several single elements.
+constexpr int gate_vecs(int width) { return width == 1 ? 8 : 1; }
+static_assert(gate_vecs(1) <= kGateWarps, "a block has a warp for the sum of each vector");
+constexpr int gate_cols(int width) { return kWarpThreads * gate_vecs(width) * width; }
+
 namespace backward {
 
 struct Gate : Launch {
@@ -22,17 +30,6 @@ struct Gate : Launch {
     json.add("width", width).add("chunks", chunks).add(parts);
   }
 };
-
-}  // namespace backward
-
-constexpr int kGateThreads = 256;
-constexpr int kGateWarps = kGateThreads / kWarpThreads;
-// A lane has a vector of a row, or several single elements.
-constexpr int gate_vecs(int width) { return width == 1 ? 8 : 1; }
-static_assert(gate_vecs(1) <= kGateWarps, "a block has a warp for the sum of each vector");
-constexpr int gate_cols(int width) { return kWarpThreads * gate_vecs(width) * width; }
-
-namespace backward {
 
 // Blocks a multiprocessor, all of which run at once.
 constexpr int kGateBlocks = 6;
@@ -51,6 +48,7 @@ inline Gate Gate::make(const Problem& problem, const Device& device) {
   lay_out_parts(plan.parts, plan, sets, 1, problem, device);
   return plan;
 }
+
 }  // namespace backward
 
 cudaError_t launch_gate_backward(const GateParams& params, const DataTypes& types,

@@ -17,7 +17,7 @@ struct TeamRows {
   const GroupRange& range;
   const int teams, team;
 
-  __device__ __forceinline__ TeamRows(const GroupRange& its_range, int all_teams, int team_index)
+  FUSED_DEVICE TeamRows(const GroupRange& its_range, int all_teams, int team_index)
       : row(its_range.begin + team_index),
         group_end(its_range.end_of_group(its_range.begin)),
         range(its_range),
@@ -25,15 +25,15 @@ struct TeamRows {
         team(team_index) {
     skip_to_own_group();
   }
-  __device__ __forceinline__ bool is_valid() const { return row < group_end; }
-  __device__ __forceinline__ void advance() {
+  FUSED_DEVICE bool is_valid() const { return row < group_end; }
+  FUSED_DEVICE void advance() {
     row += teams;
     skip_to_own_group();
   }
 
  private:
   // Goes on to the next group that has a row for this team.
-  __device__ __forceinline__ void skip_to_own_group() {
+  FUSED_DEVICE void skip_to_own_group() {
     while (row >= group_end && group_end < range.end) {
       row = group_end + team;
       group_end = range.end_of_group(group_end);
@@ -91,8 +91,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     if (kAddedEarly && (kGated || p.dx != nullptr)) dx_row.load_added(added, share);
     if constexpr (kGated) {
       const auto* input_row = static_cast<const X*>(p.input) + p.input_rows(row);
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
+      FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
         if (share.has(k)) {
           input[k] = load<Use::kReadOnly, kWidth>(element(input_row, share.vector(k) * kWidth));
         }
@@ -123,8 +122,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           store_once_if(share.has(k) && p.dx != nullptr, element(dx_row.dx, col), round_to<X>(dx));
           unpack(inputs, input[k]);
           unpack(gate, load<Use::kPlain, kWidth>(ring.gate + col));
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) {
+          FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
             dgate.sums[0][k][j] += dx[j] * inputs[j];
             dx[j] *= gate[j];
           }

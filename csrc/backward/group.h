@@ -6,25 +6,6 @@
 #include "backward/teams.h"
 
 namespace fused_layernorm {
-namespace backward {
-
-struct Group : Persistent {
-  static constexpr const char* kName = "group";
-  GroupParts parts;
-  int sums_offset = 0;  // in shared memory: where the teams of a block add up their sums
-
-  static std::optional<Group> make(const Problem& problem, const Device& device,
-                                   const Forced& forced);
-  template <typename Json>
-  void describe(Json& json) const {
-    Persistent::describe(json);
-    json.add(parts);
-  }
-};
-
-}  // namespace backward
-
-BackwardLaunch<backward::Group> launch_layer_norm_backward;
 
 // Blocks with groups of rows keep rows as the blocks above do. They have no kernels for float64,
 // nor without a ring for rows that they do not keep.
@@ -44,6 +25,20 @@ constexpr bool has_gated_kernel(int width, int x_size, bool bulk, bool keeps) {
 }
 
 namespace backward {
+
+struct Group : Persistent {
+  static constexpr const char* kName = "group";
+  GroupParts parts;
+  int sums_offset = 0;  // in shared memory: where the teams of a block add up their sums
+
+  static std::optional<Group> make(const Problem& problem, const Device& device,
+                                   const Forced& forced);
+  template <typename Json>
+  void describe(Json& json) const {
+    Persistent::describe(json);
+    json.add(parts);
+  }
+};
 
 inline std::optional<Group> Group::make(const Problem& problem, const Device& device,
                                         const Forced& forced) {
@@ -110,5 +105,9 @@ inline std::optional<Group> Group::make(const Problem& problem, const Device& de
   lay_out_parts(plan.parts, plan, plan.blocks, problem.gated ? 3 : 2, problem, device);
   return plan;
 }
+
 }  // namespace backward
+
+BackwardLaunch<backward::Group> launch_layer_norm_backward;
+
 }  // namespace fused_layernorm

@@ -25,9 +25,8 @@ constexpr int kManyParts = 160, kMostWarpsOfMany = 32;
 // kWarps warps.
 template <int kSums, int kWarps = kMostWarps, typename Acc, int kWidth, typename Count,
           typename Factor>
-__device__ __forceinline__ void sum_parts(Acc (&result)[kWidth], const Acc* partial, Count count,
-                                          int64_t cols, int64_t all, bool has_cols,
-                                          const Factor& factor, int wanted = kSums) {
+FUSED_DEVICE void sum_parts(Acc (&result)[kWidth], const Acc* partial, Count count, int64_t cols,
+                            int64_t all, bool has_cols, const Factor& factor, int wanted = kSums) {
   using Sum = Vec<Acc, kWidth>;
   __shared__ Sum sums[kSums][kWarps][kColumnLanes];
   const int lane = threadIdx.x % kColumnLanes, warp = threadIdx.x / kWarpSize;
@@ -39,30 +38,26 @@ __device__ __forceinline__ void sum_parts(Acc (&result)[kWidth], const Acc* part
     for (Count i = threadIdx.x / kColumnLanes; i < count; i += warps * kLanesOfColumn) {
       Acc factors[kWidth];
       factor(factors, i);
-#pragma unroll
-      for (int n = 0; n < kSums; ++n) {
+      FUSED_UNROLL for (int n = 0; n < kSums; ++n) {
         if (n >= wanted) continue;
         // Plain loads: the kernel that writes these may still have run when this one started.
         const Sum part = load<Use::kPlain, kWidth>(partial + n * all + i * cols);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) running[n][j] += factors[j] * part.at[j];
+        FUSED_UNROLL for (int j = 0; j < kWidth; ++j) running[n][j] += factors[j] * part.at[j];
       }
     }
   }
-#pragma unroll
-  for (int n = 0; n < kSums; ++n) {
-#pragma unroll
-    for (int offset = kColumnLanes; offset < kWarpSize; offset *= 2) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) running[n][j] += shuffle_xor(running[n][j], offset);
+  FUSED_UNROLL for (int n = 0; n < kSums; ++n) {
+    FUSED_UNROLL for (int offset = kColumnLanes; offset < kWarpSize; offset *= 2) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+        running[n][j] += shuffle_xor(running[n][j], offset);
+      }
     }
     if (threadIdx.x % kWarpSize < kColumnLanes) sums[n][warp][lane] = round_to<Acc>(running[n]);
   }
   __syncthreads();
   if (threadIdx.x >= kWarpSize) return;
   const int n = min(static_cast<int>(threadIdx.x) / kColumnLanes, kSums - 1);
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) result[j] = 0;
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) result[j] = 0;
   // In chains of eight: one of 32 would round two thirds more.
 #pragma unroll 1
   for (int first = 0; first < kWarps && first < warps; first += kMostWarps) {
@@ -70,18 +65,15 @@ __device__ __forceinline__ void sum_parts(Acc (&result)[kWidth], const Acc* part
     const int end = kWarps > kMostWarps ? min(first + kMostWarps, warps) : warps;
 #pragma unroll 4
     for (int w = first; w < end; ++w) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) chain[j] += sums[n][w][lane].at[j];
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) chain[j] += sums[n][w][lane].at[j];
     }
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) result[j] += chain[j];
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) result[j] += chain[j];
   }
 }
 
 template <typename Acc, int kWidth>
-__device__ __forceinline__ void no_factor(Acc (&factors)[kWidth], int64_t) {
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) factors[j] = 1;
+FUSED_DEVICE void no_factor(Acc (&factors)[kWidth], int64_t) {
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) factors[j] = 1;
 }
 
 // The first part of a group and the number of its parts. GroupParts in base/partial_sums.h says
@@ -89,12 +81,12 @@ __device__ __forceinline__ void no_factor(Acc (&factors)[kWidth], int64_t) {
 struct PartsOfGroup {
   int64_t first, count;
 
-  __device__ __forceinline__ PartsOfGroup(int64_t group, int64_t group_rows, int64_t rows, int sets)
+  FUSED_DEVICE PartsOfGroup(int64_t group, int64_t group_rows, int64_t rows, int sets)
       : first(set_of(group * group_rows, rows, sets) + group),
         count(set_of((group + 1) * group_rows - 1, rows, sets) + group - first + 1) {}
 
  private:
-  static __device__ __forceinline__ int64_t set_of(int64_t row, int64_t rows, int sets) {
+  static FUSED_DEVICE int64_t set_of(int64_t row, int64_t rows, int sets) {
     return ((row + 1) * sets - 1) / rows;
   }
 };
@@ -105,7 +97,7 @@ struct GradColumns {
   int64_t group;
   int col;
 
-  __device__ __forceinline__ explicit GradColumns(int chunks)
+  FUSED_DEVICE explicit GradColumns(int chunks)
       : group(blockIdx.x / chunks),
         col((static_cast<int>(blockIdx.x % chunks) * kColumnLanes +
              static_cast<int>(threadIdx.x) % kColumnLanes) *
@@ -114,9 +106,8 @@ struct GradColumns {
 
 // Stores what sum_parts() found of dweight and of dbias, as far as they are wanted.
 template <typename W, typename Acc, int kWidth>
-__device__ __forceinline__ void store_param_grads(const BackwardParams& p,
-                                                  const GradColumns<kWidth>& at,
-                                                  const Acc (&sum)[kWidth]) {
+FUSED_DEVICE void store_param_grads(const BackwardParams& p, const GradColumns<kWidth>& at,
+                                    const Acc (&sum)[kWidth]) {
   if (threadIdx.x >= 2 * kColumnLanes || at.col >= p.cols) return;
   auto* const gradient = static_cast<W*>(threadIdx.x >= kColumnLanes ? p.dbias : p.dweight);
   if (gradient != nullptr) store_once<W, kWidth>(gradient + at.col, round_to<W>(sum));
@@ -154,8 +145,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
                    int64_t{parts.partials.count} * p.cols, has_cols, no_factor<Acc, kWidth>);
   if (threadIdx.x >= kWarpSize) return;
   Acc of_shift[kWidth];
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) of_shift[j] = shuffle_xor(sum[j], kColumnLanes);
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) of_shift[j] = shuffle_xor(sum[j], kColumnLanes);
   if (threadIdx.x >= kSums * kColumnLanes || !has_cols) return;
   const bool is_shift = threadIdx.x >= kColumnLanes;
   const int64_t place = at.group * p.cols + at.col;
@@ -175,8 +165,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
       Acc weight[kWidth], bias[kWidth];
       unpack(weight, Parameter<W>(p.weight, at.col, Absent::kOnes).template load<kWidth>(0));
       unpack(bias, Parameter<W>(p.bias, at.col, Absent::kZeros).template load<kWidth>(0));
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum[j] = weight[j] * sum[j] + bias[j] * of_shift[j];
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+        sum[j] = weight[j] * sum[j] + bias[j] * of_shift[j];
+      }
     }
     store_gradient<W>(p.dscale, p.dscale_is_wide, place, sum);
   }
@@ -197,8 +188,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
                  const auto scale = row_parameter<W>(p.modulation.scale, p.modulation.scale_rows,
                                                      group * p.group_rows, at.col, Absent::kZeros);
                  unpack(factors, scale.template load<kWidth>(0));
-#pragma unroll
-                 for (int j = 0; j < kWidth; ++j) factors[j] += Acc(1);
+                 FUSED_UNROLL for (int j = 0; j < kWidth; ++j) factors[j] += Acc(1);
                });
   store_param_grads<W>(p, at, sum);
 }

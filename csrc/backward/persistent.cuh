@@ -39,9 +39,8 @@ struct BackwardRing {
   // A stage's barrier waits for the bulk copies and for the statistics.
   static constexpr int kArrivals = 2;
 
-  __device__ __forceinline__ BackwardRing(unsigned char* shared, Pair<float>* all_statistics,
-                                          uint64_t* barriers, const backward::Persistent& its_plan,
-                                          int team, bool has_bias)
+  FUSED_DEVICE BackwardRing(unsigned char* shared, Pair<float>* all_statistics, uint64_t* barriers,
+                            const backward::Persistent& its_plan, int team, bool has_bias)
       : statistics(all_statistics + team * kMostStages),
         full(barriers + team * kMostStages),
         stage_cols(its_plan.stage_cols),
@@ -64,24 +63,24 @@ struct BackwardRing {
   // These bytes are never outside an allocation, as allocations begin and end at larger powers of
   // two.
   template <typename V>
-  static __device__ __forceinline__ uint32_t skipped(const V* row) {
+  static FUSED_DEVICE uint32_t skipped(const V* row) {
     return kWidth > 1 ? 0 : static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row)) % 16;
   }
   template <typename V>
-  static __device__ __forceinline__ uint32_t copied(const V* row, int cols) {
+  static FUSED_DEVICE uint32_t copied(const V* row, int cols) {
     const uint32_t bytes = skipped(row) + cols * static_cast<uint32_t>(sizeof(V));
     return kWidth > 1 ? bytes : (bytes + 15) / 16 * 16;
   }
   template <typename V>
-  static __device__ __forceinline__ const V* before(const V* row, uint32_t bytes) {
+  static FUSED_DEVICE const V* before(const V* row, uint32_t bytes) {
     return reinterpret_cast<const V*>(reinterpret_cast<const char*>(row) - bytes);
   }
 
   // Starts the copies of a row to a stage that no thread reads any more. One thread of the team
   // calls, behind a barrier of the team that all of its threads have reached after they used what
   // they had read there: so their loads are over, and the fence orders the copies behind them.
-  __device__ __forceinline__ void fill(const BackwardParams& p, int first_col, int cols, int stage,
-                                       int64_t row, bool reads_x) const {
+  FUSED_DEVICE void fill(const BackwardParams& p, int first_col, int cols, int stage, int64_t row,
+                         bool reads_x) const {
     const X* x_row = x_row_of<N>(p, row, first_col);
     const Y* dy_row = dy_row_of<N>(p, row, first_col);
     const uint32_t x_bytes = reads_x ? copied(x_row, cols) : 0;
@@ -103,13 +102,13 @@ struct BackwardRing {
   }
 
   // mean and rstd of the row in a stage.
-  __device__ __forceinline__ Pair<float> statistics_of(int stage) const {
+  FUSED_DEVICE Pair<float> statistics_of(int stage) const {
     return {statistics[stage].first, statistics[stage].second};
   }
 
   // Sets to zero the columns that no copy writes, in all stages, so that a thread's missing vectors
   // add nothing to its sums. All threads of the team call, and a barrier must follow.
-  __device__ __forceinline__ void clear_behind(int cols, const BlockTeam& team) const {
+  FUSED_DEVICE void clear_behind(int cols, const BlockTeam& team) const {
     for (int stage = 0; stage < stages; ++stage) {
       const int first = stage * stage_cols;
       for (int col = cols + team.thread; col < stage_cols; col += team.threads) {
@@ -121,7 +120,7 @@ struct BackwardRing {
 
   // Initializes the team's barriers, and the means of RMSNorm, which no copy writes. One thread of
   // the team calls, and __syncthreads() must follow.
-  __device__ __forceinline__ void init(const BackwardParams& p) const {
+  FUSED_DEVICE void init(const BackwardParams& p) const {
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
       barrier_init(full + i, kArrivals);
@@ -154,11 +153,10 @@ struct PersistentRows {
   const ColumnParameters<W> parameters;
   const bool reads_x;
 
-  __device__ __forceinline__ PersistentRows(const BackwardParams& params,
-                                            const backward::Persistent& plan, int from, int count,
-                                            const BlockTeam& team, int team_index,
-                                            unsigned char* shared, Pair<float>* stage_statistics,
-                                            uint64_t* barriers)
+  FUSED_DEVICE PersistentRows(const BackwardParams& params, const backward::Persistent& plan,
+                              int from, int count, const BlockTeam& team, int team_index,
+                              unsigned char* shared, Pair<float>* stage_statistics,
+                              uint64_t* barriers)
       : p(params),
         first_col(from),
         cols(count),
@@ -173,8 +171,7 @@ struct PersistentRows {
   // team then calls fill_first(). All threads of the block call; those of a warp that belongs to no
   // team have `in_team` = false.
   template <typename FillFirst>
-  __device__ __forceinline__ void start(const BlockTeam& team, bool in_team,
-                                        const FillFirst& fill_first) const {
+  FUSED_DEVICE void start(const BlockTeam& team, bool in_team, const FillFirst& fill_first) const {
     if constexpr (kBulk) {
       if constexpr (!N::Affine::kModulates) {
         const int room = ring.stage_cols / kWidth;
@@ -188,8 +185,7 @@ struct PersistentRows {
       if (fills) fill_first();
     }
   }
-  __device__ __forceinline__ void start(const BlockTeam& team, bool in_team,
-                                        const SliceWork& work) const {
+  FUSED_DEVICE void start(const BlockTeam& team, bool in_team, const SliceWork& work) const {
     start(team, in_team, [&] {
 #pragma unroll 1
       for (int i = 0; i < ring.stages && i < work.rows; ++i) fill(i, work.row(i));
@@ -197,24 +193,24 @@ struct PersistentRows {
   }
 
   // Starts the copies of a row to a stage that no thread reads any more (BackwardRing::fill).
-  __device__ __forceinline__ void fill(int stage, int64_t row) const {
+  FUSED_DEVICE void fill(int stage, int64_t row) const {
     ring.fill(p, first_col, cols, stage, row, reads_x);
   }
   // Called in iteration i: refills the stage of the row of `held` iterations ago. No thread of the
   // team may read that row any more.
-  __device__ __forceinline__ void refill(const BlockTeam& team, const SliceWork& work,
-                                         const RingPosition& at, int i, int held) const {
+  FUSED_DEVICE void refill(const BlockTeam& team, const SliceWork& work, const RingPosition& at,
+                           int i, int held) const {
     if (kBulk && team.thread == 0 && i >= held) {
       const int next = i - held + ring.stages;
       if (next < work.rows) fill(at.stage_of(held, ring.stages), work.row(next));
     }
   }
-  __device__ __forceinline__ void wait(const RingPosition& at) const {
+  FUSED_DEVICE void wait(const RingPosition& at) const {
     if constexpr (kBulk) barrier_wait(ring.full + at.stage, at.parity);
   }
 
   // mean and rstd of a row.
-  __device__ __forceinline__ Pair<Acc> statistics_of(int stage, int64_t row) const {
+  FUSED_DEVICE Pair<Acc> statistics_of(int stage, int64_t row) const {
     if constexpr (kBulk) {
       return ring.statistics_of(stage);
     } else {
@@ -225,8 +221,8 @@ struct PersistentRows {
   // Calls use(k, gradients) for all of this thread's vectors of a row. At a missing vector dz and g
   // are zero.
   template <typename Use_>
-  __device__ __forceinline__ void with_gradients(int stage, int64_t row, Pair<Acc> statistics,
-                                                 const Use_& use) const {
+  FUSED_DEVICE void with_gradients(int stage, int64_t row, Pair<Acc> statistics,
+                                   const Use_& use) const {
     const X* x_row = x_row_of<N>(p, row, first_col);
     const Y* dy_row = dy_row_of<N>(p, row, first_col);
     if constexpr (kBulk) {
@@ -240,20 +236,17 @@ struct PersistentRows {
     constexpr bool kHasRoom = kBulk && kWidth > 1;
     constexpr Use kUse = kBulk ? Use::kPlain : Use::kReadOnly;
     const int last_col = (share.vectors - 1) * kWidth;
-#pragma unroll
-    for (int from = 0; from < kVecs; from += kAtOnce) {
+    FUSED_UNROLL for (int from = 0; from < kVecs; from += kAtOnce) {
       Vec<X, kWidth> x[kAtOnce] = {};
       Vec<Y, kWidth> dy[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      FUSED_UNROLL for (int i = 0; i < kAtOnce; ++i) {
         int col = share.vector(from + i) * kWidth;
         if (!kHasRoom) col = min(col, last_col);
         if (kBulk || reads_x) x[i] = load<kUse, kWidth>(element(x_row, col));
         dy[i] = load<kUse, kWidth>(element(dy_row, col));
         if (!kHasRoom && !share.has(from + i)) dy[i] = {};
       }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      FUSED_UNROLL for (int i = 0; i < kAtOnce; ++i) {
         const int k = from + i;
         int col = share.vector(k) * kWidth;
         if (!kHasRoom) col = min(col, last_col);
@@ -266,7 +259,7 @@ struct PersistentRows {
 
   // Stores the dx of a row, from gradients that are computed again. The row's statistics are read
   // again, too, because the compiler has no registers to keep them.
-  __device__ __forceinline__ void store_dx(int stage, int64_t row, Pair<Acc> means) const {
+  FUSED_DEVICE void store_dx(int stage, int64_t row, Pair<Acc> means) const {
     const Pair<Acc> statistics = statistics_of(stage, row);
     const DxRow<N> dx_row(p, row, first_col);
     with_gradients(stage, row, statistics, [&](int k, const auto& gradients) {
@@ -285,7 +278,7 @@ struct PersistentRows {
 
  private:
   // The parameters at the vector of the slice's column `col`.
-  __device__ __forceinline__ auto parameters_at(int64_t row, int col) const {
+  FUSED_DEVICE auto parameters_at(int64_t row, int col) const {
     VectorParameters<typename Ring::Weight, W, kWidth> at = {};
     if constexpr (kBulk) {
       at.weight = load<Use::kPlain, kWidth>(ring.weight + col);

@@ -38,19 +38,19 @@ struct RowTeam {
 
   // By divisions. Where there are many rows, other warps work meanwhile, and without the divisions
   // kernels for many rows would spill registers.
-  __device__ __forceinline__ RowTeam(int team_threads, bool lanes)
+  FUSED_DEVICE RowTeam(int team_threads, bool lanes)
       : threads(team_threads),
         thread(threadIdx.x % team_threads),
         index(threadIdx.x / team_threads),
         by_lanes(lanes) {}
-  __device__ __forceinline__ explicit RowTeam(const TeamLayout& layout)
+  FUSED_DEVICE explicit RowTeam(const TeamLayout& layout)
       : threads(layout.team_threads),
         index(threadIdx.x * layout.reciprocal >> TeamLayout::kShift),
         by_lanes(layout.by_lanes) {
     thread = threadIdx.x - index * threads;
   }
 
-  __device__ __forceinline__ Pair<Acc> sum(Pair<Acc> sums, Pair<Acc>* scratch) const {
+  FUSED_DEVICE Pair<Acc> sum(Pair<Acc> sums, Pair<Acc>* scratch) const {
     if (by_lanes) return logical_warp_sum(sums, threads);
     const BlockTeam team(threads, index);
     return team_sum(sums, team, scratch + index * scratch_values(team.warps()));

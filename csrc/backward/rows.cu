@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(backward_rows_bounds(kVecs* kWidth, N::Prologu
 
   Vec<X, kWidth> x[kVecs], added[kVecs], input[kVecs] = {};
   Vec<Y, kWidth> dy[kVecs];
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     const int col = share.template col<kWidth>(k);
     x[k] = load<Use::kReadOnly, kWidth>(element(x_row, col));
     dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));
@@ -52,8 +51,7 @@ __global__ void __launch_bounds__(backward_rows_bounds(kVecs* kWidth, N::Prologu
   };
   constexpr bool kEarly = backward_rows_load_early(kVecs * kWidth, kGated);
   if constexpr (kEarly) {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) load_beside(k);
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) load_beside(k);
   }
   const auto [mean, rstd] = load_statistics<Acc>(p, row);
   const auto gradients_of = [&](int k) {
@@ -62,12 +60,10 @@ __global__ void __launch_bounds__(backward_rows_bounds(kVecs* kWidth, N::Prologu
     return Gradients<N, kWidth>(p, x[k], dy[k], mean, rstd, weight, Vec<W, kWidth>{});
   };
   Pair<Acc> sums;
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) gradients_of(k).add_sums(sums);
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) gradients_of(k).add_sums(sums);
   const Pair<Acc> means = means_of(p, team.sum(sums, scratch));
   if (own_row >= p.rows) return;
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     if (!share.has(k)) continue;
     const int col = share.vector(k) * kWidth;
     const auto gradients = gradients_of(k);

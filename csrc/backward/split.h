@@ -5,6 +5,13 @@
 #include "backward/teams.h"
 
 namespace fused_layernorm {
+
+// Slices that come through a ring may be short, because several must fit. Others are as long as a
+// block can have them, and their only kernel is that for the most columns a thread.
+constexpr int split_least_vecs(int width, bool ring) {
+  return ring ? 1 : most_backward_block_vecs(width);
+}
+
 namespace backward {
 
 struct Split : Persistent {
@@ -22,20 +29,6 @@ struct Split : Persistent {
     json.add(partials).add(slices).add("lag", lag).add("has_collector", has_collector);
   }
 };
-
-}  // namespace backward
-
-BackwardLaunch<backward::Split> launch_layer_norm_backward;
-
-// ---- Limits.
-
-// Slices that come through a ring may be short, because several must fit. Others are as long as a
-// block can have them, and their only kernel is that for the most columns a thread.
-constexpr int split_least_vecs(int width, bool ring) {
-  return ring ? 1 : most_backward_block_vecs(width);
-}
-
-namespace backward {
 
 static_assert(kHopper.lag_without_ring < kMostCollected,
               "collected sums wait no longer than they are kept");
@@ -63,8 +56,6 @@ inline std::optional<Slices> slices_of(const Problem& problem, int width, int bl
   }
   return std::nullopt;
 }
-
-// ---- The plan.
 
 // The threads of a block that work on a slice, and whether a warp beside them collects the sums of
 // its rows.
@@ -173,5 +164,9 @@ inline std::optional<Split> Split::make(const Problem& problem, const Device& de
   if (problem.residual) return first_of(tuning.residual_slice_rings);
   return x_size == 2 ? first_of(tuning.half_slice_rings) : first_of(tuning.slice_rings);
 }
+
 }  // namespace backward
+
+BackwardLaunch<backward::Split> launch_layer_norm_backward;
+
 }  // namespace fused_layernorm

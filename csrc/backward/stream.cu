@@ -21,15 +21,15 @@ constexpr int kChunksTogether = 256;
 struct Chunk {
   int first_col, cols;
 
-  __device__ __forceinline__ Chunk(int index, const Slices& chunks, int all_cols)
+  FUSED_DEVICE Chunk(int index, const Slices& chunks, int all_cols)
       : first_col(index * chunks.cols), cols(min(chunks.cols, all_cols - first_col)) {}
 };
 
 // The weight at a vector of a chunk's columns, or with a modulation the row's combined weight.
 template <typename N, int kWidth>
-__device__ __forceinline__ auto weight_of(const BackwardParams& p,
-                                          const ColumnParameters<typename N::W>& parameters,
-                                          int64_t row, int first_col, int col) {
+FUSED_DEVICE auto weight_of(const BackwardParams& p,
+                            const ColumnParameters<typename N::W>& parameters, int64_t row,
+                            int first_col, int col) {
   if constexpr (N::Affine::kModulates) {
     const auto scale = scale_of_row<N>(p, row, first_col).template load<kWidth>(col);
     return combined_weight<N, kWidth>(p, col, scale, first_col);
@@ -94,15 +94,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     // With a dy of zero, a missing vector adds zero.
     Vec<typename N::X, kWidth> x[kVecs] = {};
     Vec<typename N::Y, kWidth> dy[kVecs] = {};
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       const int col = share.template col<kWidth>(k);
       if (reads_x) x[k] = load<Use::kReadOnly, kWidth>(element(x_row, col));
       if (share.has(k)) dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));
     }
     Pair<Acc> sums = {0, 0};
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       const int col = share.template col<kWidth>(k);
       const Gradients<N, kWidth> gradients(
           p, x[k], dy[k], mean, rstd,
@@ -178,8 +176,7 @@ __global__ void __launch_bounds__(kThreads)
   const Y* dy_row = dy_row_of<N>(p, row, chunk.first_col);
   Vec<X, kWidth> x[kVecs], added[kVecs];
   Vec<Y, kWidth> dy[kVecs];
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     const int col = share.template col<kWidth>(k);
     added[k] = dx_row.template added<kWidth>(col);
     x[k] = load<Use::kReadOnly, kWidth>(element(x_row, col));
@@ -187,8 +184,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const auto [mean, rstd] = load_statistics<Acc>(p, row);
   const Pair<Acc> means = totals[row];
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     const int col = share.template col<kWidth>(k);
     const Gradients<N, kWidth> gradients(
         p, x[k], dy[k], mean, rstd, weight_of<N, kWidth>(p, parameters, row, chunk.first_col, col),

@@ -5,35 +5,6 @@
 #include "backward/teams.h"
 
 namespace fused_layernorm {
-namespace backward {
-
-struct Warp : Launch {
-  static constexpr const char* kName = "warp";
-  int width = 1;
-  int vecs = 2;
-  int lanes = 1;
-  // After this many rows a logical warp adds its sums to second sums in shared memory; 0: all of
-  // its rows are one chain.
-  int chain_rows = 0;
-  int second_sums_offset = 0;
-  PartialSums partials;
-  GroupParts parts;  // of a modulated norm, in place of partials
-
-  static std::optional<Warp> make(const Problem& problem, const Device& device,
-                                  const Forced& forced);
-  template <typename Json>
-  void describe(Json& json) const {
-    json.add("width", width).add("vecs", vecs).add("lanes", lanes);
-    json.add("chain_rows", chain_rows).add("second_sums_offset", second_sums_offset);
-    add_sums(json, *this);
-  }
-};
-
-}  // namespace backward
-
-BackwardLaunch<backward::Warp> launch_layer_norm_backward;
-
-// ---- Limits.
 
 // Whether a launch takes the warp kernel for an epilogue without a residual, the only one that
 // always has an epilogue. There is no such kernel for single elements (a width of one), nor where y
@@ -72,7 +43,27 @@ static_assert(backward_warp_fits(2) && backward_warp_fits(4) && backward_warp_fi
 
 namespace backward {
 
-// ---- The plan.
+struct Warp : Launch {
+  static constexpr const char* kName = "warp";
+  int width = 1;
+  int vecs = 2;
+  int lanes = 1;
+  // After this many rows a logical warp adds its sums to second sums in shared memory; 0: all of
+  // its rows are one chain.
+  int chain_rows = 0;
+  int second_sums_offset = 0;
+  PartialSums partials;
+  GroupParts parts;  // of a modulated norm, in place of partials
+
+  static std::optional<Warp> make(const Problem& problem, const Device& device,
+                                  const Forced& forced);
+  template <typename Json>
+  void describe(Json& json) const {
+    json.add("width", width).add("vecs", vecs).add("lanes", lanes);
+    json.add("chain_rows", chain_rows).add("second_sums_offset", second_sums_offset);
+    add_sums(json, *this);
+  }
+};
 
 inline std::optional<Lanes> lanes_of(const Problem& problem, const Forced& forced) {
   const int width = width_of(problem);
@@ -139,5 +130,9 @@ inline std::optional<Warp> Warp::make(const Problem& problem, const Device& devi
   }
   return plan;
 }
+
 }  // namespace backward
+
+BackwardLaunch<backward::Warp> launch_layer_norm_backward;
+
 }  // namespace fused_layernorm

@@ -78,16 +78,14 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
   if (!p.is_rms) {
     Acc sum[kWidth] = {}, pivot[kWidth] = {};
     if (works) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
         if (own.has(j)) pivot[j] = pivot_of(own.first + own.at(j));
       }
     }
     each([&](int, int at) {
       Acc values[kWidth];
       unpack(values, own.load(tile + at));
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum[j] += values[j] - pivot[j];
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) sum[j] += values[j] - pivot[j];
     });
     const Reciprocal<Acc> inverse(p.inverse_cols);
     add_up(sum, [&](int pixel, Acc total) {
@@ -99,8 +97,7 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
   each([&](int, int at) {
     Acc values[kWidth];
     unpack(values, own.load(tile + at));
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       const Acc d = values[j] - mean[j];
       m2[j] += d * d;
     }
@@ -125,8 +122,7 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
     const Acc weight = to_acc(weights[c]), bias = to_acc(biases[c]);
     Acc values[kWidth], w[kWidth], b[kWidth];
     unpack(values, own.load(tile + at));
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       values[j] = Statistic::normalize(values[j], mean[j], rstd[j]);
       w[j] = weight;
       b[j] = bias;

@@ -6,27 +6,6 @@
 #include "forward/row.h"
 
 namespace fused_layernorm {
-namespace forward {
-
-struct Block : InRegisters {
-  static constexpr const char* kName = "block";
-  int vecs = 3;
-  Moves moves = Moves::kVectors;
-  bool early = false;  // weight and bias are loaded with the row
-
-  static std::optional<Block> make(const Problem& problem, const Device& device,
-                                   const Forced& forced);
-  template <typename Json>
-  void describe(Json& json) const {
-    json.add("stays_in_l2", stays_in_l2).add("vecs", vecs).add("moves", moves).add("early", early);
-  }
-};
-
-}  // namespace forward
-
-ForwardLaunch<forward::Block> launch_layer_norm_forward;
-
-// ---- Limits.
 
 using ForwardBlockVecs = VecsList<3, 4, 5, 8>;
 // Three or four vectors a thread suit every number of vectors, and are all that unaligned rows
@@ -71,6 +50,20 @@ static_assert(
     "of its warps, and one");
 
 namespace forward {
+
+struct Block : InRegisters {
+  static constexpr const char* kName = "block";
+  int vecs = 3;
+  Moves moves = Moves::kVectors;
+  bool early = false;  // weight and bias are loaded with the row
+
+  static std::optional<Block> make(const Problem& problem, const Device& device,
+                                   const Forced& forced);
+  template <typename Json>
+  void describe(Json& json) const {
+    json.add("stays_in_l2", stays_in_l2).add("vecs", vecs).add("moves", moves).add("early", early);
+  }
+};
 
 inline const ThreadVecs& thread_vecs(const Problem& problem, const Device& device,
                                      int64_t vectors) {
@@ -132,5 +125,9 @@ inline std::optional<Block> Block::make(const Problem& problem, const Device& de
   }
   return best;
 }
+
 }  // namespace forward
+
+ForwardLaunch<forward::Block> launch_layer_norm_forward;
+
 }  // namespace fused_layernorm

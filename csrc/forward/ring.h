@@ -22,6 +22,7 @@
 #include "forward/tuning.h"
 
 namespace fused_layernorm {
+
 namespace forward {
 
 struct Ring : Launch {

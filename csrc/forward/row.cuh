@@ -47,11 +47,10 @@ struct ForwardTeam {
 // Stores y of a thread's share of a row.
 template <typename N, typename Epilogue, typename Affine, int kWidth, int kVecs,
           typename Parameters, typename Share, typename Policy>
-__device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename N::Y* y_row,
-                                               const Vec<typename N::X, kWidth> (&x)[kVecs],
-                                               Parameters& parameters, const Share& share,
-                                               typename N::Acc mean, typename N::Acc rstd,
-                                               Policy policy) {
+FUSED_DEVICE void finish_vectors(const ForwardParams& p, typename N::Y* y_row,
+                                 const Vec<typename N::X, kWidth> (&x)[kVecs],
+                                 Parameters& parameters, const Share& share, typename N::Acc mean,
+                                 typename N::Acc rstd, Policy policy) {
   using Y = typename N::Y;
   const auto finish = [&](int k, const auto& weight, const auto& bias) {
     return N::template finish<Epilogue, Affine>(
@@ -60,8 +59,7 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
         });
   };
   if constexpr (!N::Epilogue::kBranches) {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       const auto y = finish(k, parameters.factor(k), parameters.summand(k));
       if constexpr (Share::kRagged) {
         store_halves(y_row, share, k, y, policy);
@@ -76,8 +74,7 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
     constexpr bool kAhead = kVecs * kWidth < 8 * kVectorWidth<typename N::Types>;
     Y* y_start = hidden(element(y_row, share.first * kWidth));
     auto weight = parameters.factor(0), bias = parameters.summand(0);
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       if (!kAhead && k > 0) {
         weight = parameters.factor(k);
         bias = parameters.summand(k);
@@ -97,11 +94,10 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
 
 // Stores y of a thread's share of a row.
 template <typename N, int kWidth, int kVecs, typename Parameters, typename Share, typename Policy>
-__device__ __forceinline__ void finish_row(const ForwardParams& p, const ForwardRow<N>& row,
-                                           const Vec<typename N::X, kWidth> (&x)[kVecs],
-                                           Parameters parameters, const Share& share,
-                                           typename N::Acc mean, typename N::Acc rstd,
-                                           Policy policy) {
+FUSED_DEVICE void finish_row(const ForwardParams& p, const ForwardRow<N>& row,
+                             const Vec<typename N::X, kWidth> (&x)[kVecs], Parameters parameters,
+                             const Share& share, typename N::Acc mean, typename N::Acc rstd,
+                             Policy policy) {
   N::Epilogue::for_row(p, [&](auto epilogue) {
     N::Affine::for_row(p, [&](auto affine) {
       finish_vectors<N, decltype(epilogue), decltype(affine)>(p, row.y, x, parameters, share, mean,
@@ -112,11 +108,11 @@ __device__ __forceinline__ void finish_row(const ForwardParams& p, const Forward
 
 // Stores y of a thread's share of a shifted row, or nothing if `valid_row` is false.
 template <typename N, int kWidth, int kVecs, typename Parameters, typename Team, typename Share>
-__device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const ForwardRow<N>& row,
-                                                   const Vec<typename N::X, kWidth> (&x)[kVecs],
-                                                   const Parameters& parameters, const Team& team,
-                                                   const Share& share, bool valid_row,
-                                                   typename N::Acc mean, typename N::Acc rstd) {
+FUSED_DEVICE void finish_shifted_row(const ForwardParams& p, const ForwardRow<N>& row,
+                                     const Vec<typename N::X, kWidth> (&x)[kVecs],
+                                     const Parameters& parameters, const Team& team,
+                                     const Share& share, bool valid_row, typename N::Acc mean,
+                                     typename N::Acc rstd) {
   N::Affine::for_row(p, [&](auto affine) {
     const auto y_of = [&](int k) {
       return N::template finish<typename N::Epilogue, decltype(affine)>(
@@ -158,8 +154,7 @@ cudaError_t dispatch_rows(const ForwardParams& p, Moves moves, const Launcher& s
 // epilogue and registers allow it.
 // kForget: between the row's sums and y only the packed elements of the row stay in registers.
 template <typename N, int kVecs, Moves kMoves, bool kEarly, bool kForget, typename Team>
-__device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& team,
-                                            uint32_t row) {
+FUSED_DEVICE void forward_row(const ForwardParams& p, const Team& team, uint32_t row) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using W = typename N::W;
@@ -243,8 +238,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
       [&](Acc v, int n) { return team.sum(v, n); });
   if constexpr (kForget) {
     if constexpr (sizeof(X) < sizeof(Acc)) {
-#pragma unroll
-      for (int k = 0; k < kPieces; ++k) hold(x[k]);
+      FUSED_UNROLL for (int k = 0; k < kPieces; ++k) hold(x[k]);
     }
     asm("" : "+r"(row));
   }

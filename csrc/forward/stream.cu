@@ -91,8 +91,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   place.x.template load<Use::kReadOnly>(next, share);
   Vec<W, kWidth> weight[kFinishVecs], bias[kFinishVecs];
   const auto load_parameters = [&] {
-#pragma unroll
-    for (int k = 0; k < kFinishVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kFinishVecs; ++k) {
       const int col = share.template col<kWidth>(k);
       weight[k] = place.parameters.factor.template load<kWidth>(col);
       bias[k] = place.parameters.summand.template load<kWidth>(col);
@@ -102,16 +101,14 @@ __global__ void __launch_bounds__(kFinishThreads)
   for (int r = rows - 1; r >= 0; --r) {
     if constexpr (N::Affine::kModulates) load_parameters();
     Vec<X, kWidth> x[kFinishVecs];
-#pragma unroll
-    for (int k = 0; k < kFinishVecs; ++k) x[k] = next[k];
+    FUSED_UNROLL for (int k = 0; k < kFinishVecs; ++k) x[k] = next[k];
     Y* y = place.y;
     if (r > 0) {
       place = ForwardRow<N>(p, first_row + r - 1, first_col);
       place.x.template load<Use::kReadOnly>(next, share);
     }
     const Pair<Acc> total = totals[first_row + r];
-#pragma unroll
-    for (int k = 0; k < kFinishVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kFinishVecs; ++k) {
       const auto result = N::template finish<typename N::Epilogue, typename N::Affine>(
           p, x[k], total.first, total.second, weight[k], bias[k],
           [&](const void* given, Absent absent) {

@@ -21,8 +21,7 @@ __global__ void __launch_bounds__(kTileThreads)
   Vec<X, kWidth> values[kTileVecs];
   load_tile(values, p.x, tile.begin, share);
   RunningMoments<Acc> own;
-#pragma unroll
-  for (int k = 0; k < kTileVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kTileVecs; ++k) {
     if (share.has(k)) own.add(values[k]);
   }
   const auto moments =

@@ -12,7 +12,7 @@ struct SplitChannel {
   int group = -1, channel = -1;  // channel: of the group
   ChannelMap<float> map;
 
-  __device__ __forceinline__ void enter(const SplitWarp& own, int its_group, int its_channel) {
+  FUSED_DEVICE void enter(const SplitWarp& own, int its_group, int its_channel) {
     if (group == its_group && channel == its_channel) return;
     group = its_group;
     channel = its_channel;
@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
     const float of_warp = own.lane < kSplitWarps ? elements(own_chunk, own_chunk + 1) : 0.0f;
     const float of_block = warp_sum(of_warp);
     float counts[kSlotsPerLane];
-#pragma unroll
-    for (int i = 0; i < kSlotsPerLane; ++i) {
+    FUSED_UNROLL for (int i = 0; i < kSlotsPerLane; ++i) {
       const int first = (own.lane + i * kWarpSize) * kSplitWarps;
       counts[i] = elements(first, first + kSplitWarps);
     }
@@ -62,14 +61,14 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
     };
     const auto totals = [&](int64_t group, const uint64_t* slots, Pair<float> part) -> float4 {
       if (plan.blocks_per_group > 1) {
-        const SetSlots parts(slots, plan.blocks_per_group);
+        const CollectedSlots<Polls::kAll> parts(slots, plan.blocks_per_group);
         const float about = __shfl_sync(kFullWarp, parts.values[0].first, 0);
         float sum = 0, m2 = 0;
-#pragma unroll
-        for (int i = 0; i < kSlotsPerLane; ++i) sum += counts[i] * (parts.values[i].first - about);
+        FUSED_UNROLL for (int i = 0; i < kSlotsPerLane; ++i) {
+          sum += counts[i] * (parts.values[i].first - about);
+        }
         const float mean = about + warp_sum(sum) * p.inverse_count.rounded;
-#pragma unroll
-        for (int i = 0; i < kSlotsPerLane; ++i) {
+        FUSED_UNROLL for (int i = 0; i < kSlotsPerLane; ++i) {
           const float delta = parts.values[i].first - mean;
           m2 += parts.values[i].second + counts[i] * delta * delta;
         }
@@ -138,8 +137,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
               segment.vectors, own.lane, [&](int v) {
                 float values[kWidth];
                 unpack(values, load<Use::kPlain, kWidth>(from + v * kWidth));
-#pragma unroll
-                for (int j = 0; j < kWidth; ++j) {
+                FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
                   values[j] = (values[j] - mean) * factor + applied.map.offset;
                 }
                 activate_if<Y, kActivation>(p, values);
@@ -171,10 +169,9 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
     Pair<float> statistics;  // of the group whose parts are collected
     const auto totals = [&](int64_t, const uint64_t* slots, Pair<float> part) -> float4 {
       if (plan.blocks_per_group > 1) {
-        const SetSlots parts(slots, plan.blocks_per_group);
+        const CollectedSlots<Polls::kAll> parts(slots, plan.blocks_per_group);
         part = parts.values[0];
-#pragma unroll
-        for (int i = 1; i < kSlotsPerLane; ++i) part += parts.values[i];
+        FUSED_UNROLL for (int i = 1; i < kSlotsPerLane; ++i) part += parts.values[i];
         part = warp_sum(part);
       }
       const Pair<float> means = group_means(p, part);

@@ -20,12 +20,11 @@ struct Identity {
   static constexpr bool kMayActivate = false;
 
   template <typename X, typename Acc, int kWidth>
-  static __device__ __forceinline__ void before_affine(const ForwardParams&, Acc (&)[kWidth],
-                                                       Acc (&)[kWidth]) {}
+  static FUSED_DEVICE void before_affine(const ForwardParams&, Acc (&)[kWidth], Acc (&)[kWidth]) {}
   template <typename Y, typename Acc, int kWidth>
-  static __device__ __forceinline__ void apply(const ForwardParams&, Acc (&)[kWidth]) {}
+  static FUSED_DEVICE void apply(const ForwardParams&, Acc (&)[kWidth]) {}
   template <typename Body>
-  static __device__ __forceinline__ void for_row(const ForwardParams&, const Body& body) {
+  static FUSED_DEVICE void for_row(const ForwardParams&, const Body& body) {
     body(Identity{});
   }
 };
@@ -35,7 +34,7 @@ struct ActivateOnly : Identity {
   static constexpr bool kBranches = true;
 
   template <typename Y, typename Acc, int kWidth>
-  static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
+  static FUSED_DEVICE void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
     activate<Y>(values, p.activation, p.scale.as<Acc>());
   }
 };
@@ -45,12 +44,12 @@ struct AdjustWeight {
   static constexpr bool kBranches = true;
 
   template <typename X, typename Acc, int kWidth>
-  static __device__ __forceinline__ void before_affine(const ForwardParams& p, Acc (&xhat)[kWidth],
-                                                       Acc (&weight)[kWidth]) {
+  static FUSED_DEVICE void before_affine(const ForwardParams& p, Acc (&xhat)[kWidth],
+                                         Acc (&weight)[kWidth]) {
     adjust_weight<X>(p, xhat, weight);
   }
   template <typename Y, typename Acc, int kWidth>
-  static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
+  static FUSED_DEVICE void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
     if (p.activates) activate<Y>(values, p.activation, p.scale.as<Acc>());
   }
 };
@@ -61,17 +60,17 @@ struct Activate {
   static constexpr bool kMayActivate = true;
 
   template <typename X, typename Acc, int kWidth>
-  static __device__ __forceinline__ void before_affine(const ForwardParams& p, Acc (&xhat)[kWidth],
-                                                       Acc (&weight)[kWidth]) {
+  static FUSED_DEVICE void before_affine(const ForwardParams& p, Acc (&xhat)[kWidth],
+                                         Acc (&weight)[kWidth]) {
     if (!p.plain_weight) adjust_weight<X>(p, xhat, weight);
   }
   template <typename Y, typename Acc, int kWidth>
-  static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
+  static FUSED_DEVICE void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
     ActivateOnly::apply<Y>(p, values);
   }
   // Calls the body with the policy that applies, so that it is chosen outside the row's loop.
   template <typename Body>
-  static __device__ __forceinline__ void for_row(const ForwardParams& p, const Body& body) {
+  static FUSED_DEVICE void for_row(const ForwardParams& p, const Body& body) {
     if (p.plain_weight) {
       body(ActivateOnly{});
     } else {
@@ -86,16 +85,16 @@ struct MayActivate {
   static constexpr bool kMayActivate = true;
 
   template <typename X, typename Acc, int kWidth>
-  static __device__ __forceinline__ void before_affine(const ForwardParams& p, Acc (&xhat)[kWidth],
-                                                       Acc (&weight)[kWidth]) {
+  static FUSED_DEVICE void before_affine(const ForwardParams& p, Acc (&xhat)[kWidth],
+                                         Acc (&weight)[kWidth]) {
     Activate::before_affine<X>(p, xhat, weight);
   }
   template <typename Y, typename Acc, int kWidth>
-  static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
+  static FUSED_DEVICE void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
     if (p.activates) Activate::apply<Y>(p, values);
   }
   template <typename Body>
-  static __device__ __forceinline__ void for_row(const ForwardParams& p, const Body& body) {
+  static FUSED_DEVICE void for_row(const ForwardParams& p, const Body& body) {
     if (p.has_epilogue) {
       Activate::for_row(p, body);
     } else {

@@ -31,17 +31,17 @@ struct Norm {
   // y of `kWidth` columns from x, the last step of every forward kernel. `EpilogueOfRow` and
   // `AffineOfRow` are the policies, or what their for_row() made of them.
   template <typename EpilogueOfRow, typename AffineOfRow, int kWidth, typename Columns = NoColumns>
-  static __device__ __forceinline__ Vec<Y, kWidth> finish(const ForwardParams& p,
-                                                          const Vec<X, kWidth>& x, Acc mean,
-                                                          Acc rstd, const Vec<W, kWidth>& weight,
-                                                          const Vec<W, kWidth>& bias,
-                                                          const Columns& columns = {}) {
+  static FUSED_DEVICE Vec<Y, kWidth> finish(const ForwardParams& p, const Vec<X, kWidth>& x,
+                                            Acc mean, Acc rstd, const Vec<W, kWidth>& weight,
+                                            const Vec<W, kWidth>& bias,
+                                            const Columns& columns = {}) {
     Acc values[kWidth], w[kWidth], b[kWidth];
     unpack(values, x);
     unpack(w, weight);
     unpack(b, bias);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = Statistic::normalize(values[j], mean, rstd);
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+      values[j] = Statistic::normalize(values[j], mean, rstd);
+    }
     if constexpr (!Affine::kModulates) EpilogueOfRow::template before_affine<X>(p, values, w);
     AffineOfRow::apply(p, values, w, b, columns);
     EpilogueOfRow::template apply<Y>(p, values);
@@ -71,7 +71,7 @@ struct ForwardRow {
   ColumnParameters<typename N::W> parameters;
   typename N::Y* y;
 
-  __device__ __forceinline__ ForwardRow(const ForwardParams& p, int64_t row, int first_col)
+  FUSED_DEVICE ForwardRow(const ForwardParams& p, int64_t row, int first_col)
       : x(p, row, first_col),
         parameters(N::Affine::template row<typename N::W>(p, row, first_col)),
         y(static_cast<typename N::Y*>(p.y) + (row * p.cols + first_col)) {}

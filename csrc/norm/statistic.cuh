@@ -12,24 +12,21 @@
 
 namespace fused_layernorm {
 
-__device__ __forceinline__ float reciprocal_sqrt(float v) { return rsqrtf(v); }
-__device__ __forceinline__ double reciprocal_sqrt(double v) { return rsqrt(v); }
+FUSED_DEVICE float reciprocal_sqrt(float v) { return rsqrtf(v); }
+FUSED_DEVICE double reciprocal_sqrt(double v) { return rsqrt(v); }
 
 // A product that the compiler does not fuse with a sum.
-__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+FUSED_DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+FUSED_DEVICE double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
 // The sum of a vector's values in a tree: its chains are short, and it is exact where all values
 // are equal.
 template <typename Acc, int kWidth>
-__device__ __forceinline__ Acc tree_sum(const Acc (&values)[kWidth]) {
+FUSED_DEVICE Acc tree_sum(const Acc (&values)[kWidth]) {
   Acc sums[kWidth];
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) sums[j] = values[j];
-#pragma unroll
-  for (int half = kWidth / 2; half > 0; half /= 2) {
-#pragma unroll
-    for (int j = 0; j < half; ++j) sums[j] += sums[j + half];
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) sums[j] = values[j];
+  FUSED_UNROLL for (int half = kWidth / 2; half > 0; half /= 2) {
+    FUSED_UNROLL for (int j = 0; j < half; ++j) sums[j] += sums[j + half];
   }
   return sums[0];
 }
@@ -37,11 +34,10 @@ __device__ __forceinline__ Acc tree_sum(const Acc (&values)[kWidth]) {
 // The sum over a thread's vectors, in parts of `kColumnSumGroup` vectors. `add_up(from, total)`
 // adds up the values of the vectors from number `from` on, column by column.
 template <int kColumnSumGroup, int kVecs, int kWidth, typename Acc, typename AddUp>
-__device__ __forceinline__ Acc sum_of_parts(const AddUp& add_up) {
+FUSED_DEVICE Acc sum_of_parts(const AddUp& add_up) {
   static_assert(kVecs % kColumnSumGroup == 0);
   Acc sum;
-#pragma unroll
-  for (int from = 0; from < kVecs; from += kColumnSumGroup) {
+  FUSED_UNROLL for (int from = 0; from < kVecs; from += kColumnSumGroup) {
     Acc total[kWidth];
     add_up(from, total);
     const Acc part = tree_sum(total);
@@ -56,13 +52,13 @@ template <typename Acc>
 struct Reciprocal {
   Acc rounded, rest;
 
-  __device__ __forceinline__ Reciprocal(Acc r, Acc its_rest) : rounded(r), rest(its_rest) {}
-  __device__ __forceinline__ explicit Reciprocal(int n)
+  FUSED_DEVICE Reciprocal(Acc r, Acc its_rest) : rounded(r), rest(its_rest) {}
+  FUSED_DEVICE explicit Reciprocal(int n)
       : rounded(Acc(1) / Acc(n)), rest(fma(-rounded, Acc(n), Acc(1)) * rounded) {}
-  __device__ __forceinline__ explicit Reciprocal(const Scalar& inverse)
+  FUSED_DEVICE explicit Reciprocal(const Scalar& inverse)
       : rounded(inverse.as<Acc>()), rest(sizeof(Acc) == sizeof(float) ? inverse.rest : 0) {}
 
-  __device__ __forceinline__ Acc mean(Acc pivot, Acc sum) const {
+  FUSED_DEVICE Acc mean(Acc pivot, Acc sum) const {
     return fma(sum, rest, fma(sum, rounded, pivot));
   }
 };
@@ -87,7 +83,7 @@ struct MeanAndVariance {
   // half precision the pivot is always the first element, because a thread's own sum is exact with
   // either pivot.
   template <typename X, typename Acc>
-  static __device__ __forceinline__ Acc pivot(Pair<Acc> first) {
+  static FUSED_DEVICE Acc pivot(Pair<Acc> first) {
     constexpr Acc kLarge = 4;
     const bool is_large = fabs(first.first) > kLarge * fabs(first.first - first.second);
     return sizeof(X) == 2 || is_large ? first.first : Acc(0);
@@ -97,23 +93,21 @@ struct MeanAndVariance {
   // squared deviations from the mean. Every `kColumnSumGroup` vectors are summed up by themselves,
   // and these sums are then added in order.
   template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Share, typename Acc>
-  static __device__ __forceinline__ Acc sum_from(const Vec<X, kWidth> (&x)[kVecs],
-                                                 const Share& share, Acc pivot) {
+  static FUSED_DEVICE Acc sum_from(const Vec<X, kWidth> (&x)[kVecs], const Share& share,
+                                   Acc pivot) {
     // The sum of a few half-precision values is exact in float32, so the pivots of all these values
     // are subtracted at once. This comes first, because the pivot is loaded first.
     constexpr bool kExact = sizeof(X) == 2;
     return sum_of_parts<kColumnSumGroup, kVecs, kWidth, Acc>([&](int from, Acc(&total)[kWidth]) {
       Acc count = 0;
-#pragma unroll
-      for (int k = from; k < from + kColumnSumGroup; ++k)
+      FUSED_UNROLL for (int k = from; k < from + kColumnSumGroup; ++k) {
         count += share.template count<Acc, kWidth>(k);
-#pragma unroll
-      for (int k = from; k < from + kColumnSumGroup; ++k) {
+      }
+      FUSED_UNROLL for (int k = from; k < from + kColumnSumGroup; ++k) {
         Acc values[kWidth];
         unpack(values, x[k]);
         if (kExact && k == from) values[0] -= count * pivot;
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
+        FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
           const Acc subtracted = share.has_column(k, j) ? pivot : Acc(0);
           const Acc v = kExact ? values[j] : values[j] - subtracted;
           total[j] = k == from ? v : total[j] + v;
@@ -123,18 +117,16 @@ struct MeanAndVariance {
   }
 
   template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Share, typename Acc>
-  static __device__ __forceinline__ Acc squared_deviations(const Vec<X, kWidth> (&x)[kVecs],
-                                                           const Share& share, Acc mean) {
+  static FUSED_DEVICE Acc squared_deviations(const Vec<X, kWidth> (&x)[kVecs], const Share& share,
+                                             Acc mean) {
     if constexpr (kColumnSumGroup == 1 && kWidth > 1) {
       return squared_deviations_by_vectors(x, share, mean);
     }
     return sum_of_parts<kColumnSumGroup, kVecs, kWidth, Acc>([&](int from, Acc(&total)[kWidth]) {
-#pragma unroll
-      for (int k = from; k < from + kColumnSumGroup; ++k) {
+      FUSED_UNROLL for (int k = from; k < from + kColumnSumGroup; ++k) {
         Acc values[kWidth];
         unpack(values, x[k]);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
+        FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
           const Acc subtracted = share.has_column(k, j) ? mean : Acc(0);
           const Acc d = values[j] - subtracted;
           total[j] = k == from ? d * d : total[j] + d * d;
@@ -147,16 +139,16 @@ struct MeanAndVariance {
   // same bits, so it is written out which of two squares is rounded before they are added: left to
   // itself, the compiler chooses one or the other.
   template <typename X, int kWidth, int kVecs, typename Share, typename Acc>
-  static __device__ __forceinline__ Acc
-  squared_deviations_by_vectors(const Vec<X, kWidth> (&x)[kVecs], const Share& share, Acc mean) {
+  static FUSED_DEVICE Acc squared_deviations_by_vectors(const Vec<X, kWidth> (&x)[kVecs],
+                                                        const Share& share, Acc mean) {
     constexpr int kHalf = kWidth / 2;
     return sum_of_parts<1, kVecs, kHalf, Acc>([&](int k, Acc(&squares)[kHalf]) {
       Acc values[kWidth];
       unpack(values, x[k]);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[j] -= share.has_column(k, j) ? mean : Acc(0);
-#pragma unroll
-      for (int j = 0; j < kHalf; ++j) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+        values[j] -= share.has_column(k, j) ? mean : Acc(0);
+      }
+      FUSED_UNROLL for (int j = 0; j < kHalf; ++j) {
         const Acc low = values[j], high = values[j + kHalf];
         squares[j] = fma(high, high, rounded_product(low, low));
       }
@@ -165,8 +157,8 @@ struct MeanAndVariance {
 
   // The mean of some columns, from the sum of their deviations from the pivot.
   template <typename Acc>
-  static __device__ __forceinline__ Acc mean_of(bool is_rms, const Reciprocal<Acc>& inverse,
-                                                Acc pivot, Acc total) {
+  static FUSED_DEVICE Acc mean_of(bool is_rms, const Reciprocal<Acc>& inverse, Acc pivot,
+                                  Acc total) {
     const Acc mean = inverse.mean(pivot, total);
     return is_rms ? Acc(0) : mean;
   }
@@ -178,10 +170,9 @@ struct MeanAndVariance {
   //   sum      sum(value, n): the sum over all threads that work on these columns, for n = 0 and 1
   template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Share, typename Acc,
             typename Inverse, typename Sum>
-  static __device__ __forceinline__ Moments<Acc> measure(bool is_rms,
-                                                         const Vec<X, kWidth> (&x)[kVecs],
-                                                         const Share& share, Acc pivot,
-                                                         const Inverse& inverse, const Sum& sum) {
+  static FUSED_DEVICE Moments<Acc> measure(bool is_rms, const Vec<X, kWidth> (&x)[kVecs],
+                                           const Share& share, Acc pivot, const Inverse& inverse,
+                                           const Sum& sum) {
     const Acc total = sum(sum_from<kColumnSumGroup>(x, share, pivot), 0);
     const Acc mean = mean_of(is_rms, inverse(), pivot, total);
     return {mean, sum(squared_deviations<kColumnSumGroup>(x, share, mean), 1)};
@@ -192,8 +183,7 @@ struct MeanAndVariance {
   // Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
   // variances", 1979, for many parts at once.
   template <typename Acc, typename Each>
-  static __device__ __forceinline__ Moments<Acc> combine(const Each& each, Acc pivot,
-                                                         Acc inverse_cols) {
+  static FUSED_DEVICE Moments<Acc> combine(const Each& each, Acc pivot, Acc inverse_cols) {
     Acc sum = 0;
     each([&](Acc cols, const auto& part) { sum += cols * (part.first - pivot); });
     const Acc mean = pivot + warp_sum(sum) * inverse_cols;
@@ -206,24 +196,23 @@ struct MeanAndVariance {
   }
 
   template <typename Acc>
-  static __device__ __forceinline__ Acc rstd(Acc m2, Acc inverse_cols, Acc eps) {
+  static FUSED_DEVICE Acc rstd(Acc m2, Acc inverse_cols, Acc eps) {
     return reciprocal_sqrt(m2 * inverse_cols + eps);
   }
 
   // xhat, from x.
   template <typename Acc>
-  static __device__ __forceinline__ Acc normalize(Acc x, Acc mean, Acc rstd) {
+  static FUSED_DEVICE Acc normalize(Acc x, Acc mean, Acc rstd) {
     return (x - mean) * rstd;
   }
 
   // Adds to the two sums over a row that dx needs: of g, and of g * xhat. Each is taken in two
   // chains.
   template <typename Acc, int kWidth>
-  static __device__ __forceinline__ void add_sums(Pair<Acc>& sums, const Acc (&xhat)[kWidth],
-                                                  const Acc (&g)[kWidth]) {
+  static FUSED_DEVICE void add_sums(Pair<Acc>& sums, const Acc (&xhat)[kWidth],
+                                    const Acc (&g)[kWidth]) {
     Pair<Acc> part;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       Pair<Acc>& chain = j % 2 == 0 ? sums : part;
       chain.first += g[j];
       chain.second += g[j] * xhat[j];
@@ -233,15 +222,14 @@ struct MeanAndVariance {
 
   // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); docs/backward.md derives it.
   template <typename Acc>
-  static __device__ __forceinline__ Acc dx(Acc xhat, Acc g, Pair<Acc> means, Acc rstd) {
+  static FUSED_DEVICE Acc dx(Acc xhat, Acc g, Pair<Acc> means, Acc rstd) {
     return (g - means.first - xhat * means.second) * rstd;
   }
 };
 
 // Stores the statistics of a row that backward reads, if they are wanted.
 template <typename Acc>
-__device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t row, Acc mean,
-                                                 Acc rstd) {
+FUSED_DEVICE void store_statistics(const ForwardParams& p, int64_t row, Acc mean, Acc rstd) {
   if (p.rstd != nullptr) {
     if (!p.is_rms) static_cast<Acc*>(p.mean)[row] = mean;
     static_cast<Acc*>(p.rstd)[row] = rstd;
@@ -250,7 +238,7 @@ __device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t
 
 // The statistics of a row as forward stored them: mean and rstd.
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc> load_statistics(const BackwardParams& p, int64_t row) {
+FUSED_DEVICE Pair<Acc> load_statistics(const BackwardParams& p, int64_t row) {
   return {p.is_rms ? Acc(0) : static_cast<const Acc*>(p.mean)[row],
           static_cast<const Acc*>(p.rstd)[row]};
 }
