@@ -2,10 +2,10 @@
 // Block per row, with reductions in shared memory.
 //
 // Forward: one block holds one row in registers. Backward: persistent blocks; each thread owns the
-// same columns of all rows that its block works on, and keeps their dweight and dbias in registers.
-// Where rows are short, a block works on several at once, one for each of its teams. Rows come
-// through a ring in shared memory by bulk copies. Without a ring (on chips that have no bulk
-// copies, in float64, and for few rows) they come straight from global memory.
+// same columns of all rows of its block, and keeps their dweight and dbias in registers. Of short
+// rows a block works on several at once, one for each of its teams. Rows come by bulk copies
+// through a ring in shared memory; where there are none (older chips, float64, few rows) from
+// global memory.
 #include "backward/block.h"
 #include "backward/persistent.cuh"
 #include "backward/split.h"
@@ -42,8 +42,8 @@ struct RowBlock : ForwardTeam {
   // eight vectors beside a residual leave no register for a pivot that is loaded before the row.
   template <typename N, int kVecs, bool kRagged>
   static constexpr bool kPivotFirst = kRagged || kVecs < 8 || !N::Prologue::kMayStore;
-  template <typename N, typename Row, int kWidth>
-  FUSED_DEVICE auto pivot(const Row& row, const Vec<typename N::X, kWidth>&) const {
+  template <typename N, int kWidth>
+  FUSED_DEVICE auto pivot(const auto& row, const Vec<typename N::X, kWidth>&) const {
     return N::Statistic::template pivot<typename N::X>(row.first_elements(kWidth));
   }
 
@@ -121,11 +121,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     rows.wait(read);
     const Pair<Acc> statistics = rows.statistics_of(read.stage, row);
     Pair<Acc> sums;
-    rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
-      gradients.add_sums(sums);
-      gradients.add_dparams(grads.dweight(k), grads.dbias(k));
-      if constexpr (kKeep) kept.keep(k, gradients);
-    });
+    rows.template add_row<kKeep>(read.stage, row, statistics, sums, grads, kept);
     sums = team_sum(sums, team, scratch[i & 1] + first_scratch);
     // Behind the barrier of team_sum(), no thread reads the row of kHeld iterations ago any more.
     rows.refill(team, work, read, i, kHeld);
@@ -134,7 +130,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       if constexpr (kKeep) {
         kept.store(DxRow<N>(p, row, 0), share, means, statistics.second, added);
       } else {
-        rows.store_dx(read.stage, row, means);
+        // The statistics are read again: there are no registers to keep them.
+        const Pair<Acc> again = rows.statistics_of(read.stage, row);
+        rows.store_dx(read.stage, DxRow<N>(p, row, 0), row, again, means);
       }
     }
     read.advance(plan.stages);

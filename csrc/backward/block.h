@@ -15,8 +15,7 @@ struct Block : Persistent {
 
   static std::optional<Block> make(const Problem& problem, const Device& device,
                                    const Forced& forced);
-  template <typename Json>
-  void describe(Json& json) const {
+  void describe(auto& json) const {
     Persistent::describe(json);
     json.add(partials).add("as_slices", as_slices);
   }

@@ -56,8 +56,7 @@ struct FewRows : OneRowATeam {
 
   static std::optional<FewRows> make(const Problem& problem, const Device& device,
                                      const Forced& forced);
-  template <typename Json>
-  void describe(Json& json) const {
+  void describe(auto& json) const {
     OneRowATeam::describe(json);
     json.add("column_blocks", column_blocks);
   }

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of the gated sum residual + gate * input. From dsum, the gradient of the sum, come
-// dinput = gate * dsum, and dgate, the sum of dsum * input over the rows of a group. A warp has
-// some columns of one row after the other; at the end of a group, the warps of a block add up their
-// running sums.
+// Backward of the gated sum residual + gate * input: dinput = gate * dsum, and dgate, the sum of
+// dsum * input over the rows of a group, from dsum, the gradient of the sum.
 #include "backward/gate.h"
 #include "base/launch.cuh"
 #include "norm/param_grad.cuh"

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of rows whose shift and scale belong to groups of rows: persistent blocks, each with a
-// range of rows that follow each other. A block works through the groups in its range one after the
-// other, and keeps a group's running dscale and dshift in registers, and dgate where x was a gated
-// sum. (Groups of one row need no sums over rows; rows.cu computes their gradients.)
+// Backward of rows whose shift and scale belong to groups of rows: persistent blocks, each with the
+// groups in a range of rows, one after the other, and the group's running dscale and dshift in
+// registers, and dgate where x was a gated sum. (rows.cu has groups of one row.)
 #include "backward/group.h"
 #include "backward/persistent.cuh"
 #include "base/launch.cuh"
@@ -100,11 +99,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     rows.wait(read);
     const Pair<Acc> statistics = rows.statistics_of(read.stage, row);
     Pair<Acc> sums;
-    rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
-      gradients.add_sums(sums);
-      gradients.add_dparams(grads.dweight(k), grads.dbias(k));
-      if constexpr (kKeep) kept.keep(k, gradients);
-    });
+    rows.template add_row<kKeep>(read.stage, row, statistics, sums, grads, kept);
     sums = team_sum(sums, team, scratch[i & 1] + first_scratch);
     // After the barrier in team_sum() no thread reads the row of kHeld iterations ago any more.
     if (fills && i >= kHeld && next.is_valid()) {
@@ -131,12 +126,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       } else if constexpr (kKeep) {
         kept.store(dx_row, share, means, statistics.second, added);
       } else {
-        rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
-          const int col = share.template col<kWidth>(k);
-          const auto dx = dx_row.vector(gradients.xhat, gradients.g, means, statistics.second,
-                                        dx_row.template added<kWidth>(col));
-          store_once_if(share.has(k), element(dx_row.dx, col), dx);
-        });
+        rows.template store_dx<false>(read.stage, dx_row, row, statistics, means);
       }
     }
     read.advance(plan.stages);
@@ -189,8 +179,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
 // Chooses the norm of a launch. A gradient beside dx costs registers, so common types also have a
 // kernel without it, for rows that come through a ring and whose xhat and g stay in registers.
-template <typename T, bool kMayBeBare, typename Launcher>
-cudaError_t dispatch_group(const BackwardParams& p, const Launcher& launch) {
+template <typename T, bool kMayBeBare>
+cudaError_t dispatch_group(const BackwardParams& p, const auto& launch) {
   if (p.modulation.gate != nullptr) {
     return launch(NormOf<T, GatedGradient, Identity, MayBeAffineAndModulate>{});
   }

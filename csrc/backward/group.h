@@ -33,8 +33,7 @@ struct Group : Persistent {
 
   static std::optional<Group> make(const Problem& problem, const Device& device,
                                    const Forced& forced);
-  template <typename Json>
-  void describe(Json& json) const {
+  void describe(auto& json) const {
     Persistent::describe(json);
     json.add(parts);
   }

@@ -18,15 +18,12 @@ constexpr int kMostWarps = 8;
 // Of many partial sums, as persistent blocks of small tiles leave them.
 constexpr int kManyParts = 160, kMostWarpsOfMany = 32;
 
-// Adds up `count` rows of partial sums at the kWidth columns of each lane, for each of kSums sums
-// whose partial sums lie `all` elements apart; only the first `wanted` are read, the others are
-// zero. Each part i is first multiplied by the factors that factor(factors, i) sets. Thread
-// n * kColumnLanes + lane gets sum n; the result of other threads is unspecified. A block has up to
-// kWarps warps.
-template <int kSums, int kWarps = kMostWarps, typename Acc, int kWidth, typename Count,
-          typename Factor>
+// Adds up `count` rows of partial sums at the kWidth columns of each lane, each times the factors
+// that factor(factors, row) sets, for kSums sums whose partial sums lie `all` elements apart; those
+// behind the first `wanted` are zero. Thread n * kColumnLanes + lane gets sum n.
+template <int kSums, int kWarps = kMostWarps, typename Acc, int kWidth, typename Count>
 FUSED_DEVICE void sum_parts(Acc (&result)[kWidth], const Acc* partial, Count count, int64_t cols,
-                            int64_t all, bool has_cols, const Factor& factor, int wanted = kSums) {
+                            int64_t all, bool has_cols, const auto& factor, int wanted = kSums) {
   using Sum = Vec<Acc, kWidth>;
   __shared__ Sum sums[kSums][kWarps][kColumnLanes];
   const int lane = threadIdx.x % kColumnLanes, warp = threadIdx.x / kWarpSize;
@@ -128,9 +125,8 @@ __global__ void __launch_bounds__(kMostWarpsOfMany* kWarpSize, 1)
 }
 
 // dscale = weight * a + bias * c and dshift = c of every group, where a is the sum of dy * xhat and
-// c the sum of dy over the group's rows, both added up from the group's parts. The kernel keeps a
-// and c in the workspace if dweight or dbias is asked for. With a gate it also adds up a third sum,
-// dgate. A block has some columns of one group.
+// c that of dy over its rows; and dgate, with a gate. Where dweight or dbias is asked for, a and c
+// stay in the workspace. A block has some columns of one group.
 template <typename Acc, typename W, int kWidth, int kSums>
 __global__ void __launch_bounds__(kMostWarps* kWarpSize)
     modulation_grad_kernel(const backward::GroupParts parts, const int chunks,
@@ -215,14 +211,16 @@ Launch grad_launch(int chunks, int64_t groups, int64_t parts_of_group, int most 
   return {groups * chunks, kWarpSize * warps};
 }
 
-// Calls then(width, chunks) with the columns that a thread has at once, and the blocks that a row
-// takes.
-template <typename Acc, typename Then>
-cudaError_t with_columns(int cols, const Then& then) {
-  constexpr int kMostWidth = vector_width(sizeof(Acc));
-  return dispatch_bool(cols % kMostWidth == 0, [&](auto aligned) {
-    constexpr int kWidth = aligned() ? kMostWidth : 1;
-    return then(std::integral_constant<int, kWidth>{}, (cols - 1) / (kColumnLanes * kWidth) + 1);
+// Calls then(types, width, chunks) with the columns that a thread has at once, and the blocks that
+// a row takes.
+cudaError_t dispatch_grads(const DataTypes& types, int cols, const auto& then) {
+  return dispatch_types(types, [&](auto t) {
+    constexpr int kMostWidth = vector_width(sizeof(typename decltype(t)::Acc));
+    return dispatch_bool(cols % kMostWidth == 0, [&](auto aligned) {
+      constexpr int kWidth = aligned() ? kMostWidth : 1;
+      return then(t, std::integral_constant<int, kWidth>{},
+                  (cols - 1) / (kColumnLanes * kWidth) + 1);
+    });
   });
 }
 
@@ -233,14 +231,12 @@ cudaError_t launch_param_grad(const BackwardParams& params, const DataTypes& typ
   if (partials.count == 1 || (params.dweight == nullptr && params.dbias == nullptr)) {
     return cudaSuccess;
   }
-  return dispatch_types(types, [&](auto t) {
-    using Acc = typename decltype(t)::Acc;
-    using W = typename decltype(t)::W;
-    return with_columns<Acc>(params.cols, [&](auto width, int chunks) {
-      const int most = partials.count > kManyParts ? kMostWarpsOfMany : kMostWarps;
-      return launch_early(partials.starts_early, param_grad_kernel<Acc, W, width()>,
-                          grad_launch(chunks, 1, partials.count, most), stream, partials, params);
-    });
+  return dispatch_grads(types, params.cols, [&](auto t, auto width, int chunks) {
+    using T = decltype(t);
+    const int most = partials.count > kManyParts ? kMostWarpsOfMany : kMostWarps;
+    return launch_early(partials.starts_early,
+                        param_grad_kernel<typename T::Acc, typename T::W, width()>,
+                        grad_launch(chunks, 1, partials.count, most), stream, partials, params);
   });
 }
 
@@ -250,38 +246,32 @@ cudaError_t launch_modulation_grad(const BackwardParams& params, const DataTypes
   const bool wanted = params.dshift != nullptr || params.dscale != nullptr ||
                       params.dgate != nullptr || needs_columns;
   if (params.group_rows == 1 || !wanted) return cudaSuccess;
-  return dispatch_types(types, [&](auto t) {
+  return dispatch_grads(types, params.cols, [&](auto t, auto width, int chunks) {
     using Acc = typename decltype(t)::Acc;
     using W = typename decltype(t)::W;
-    return with_columns<Acc>(params.cols, [&](auto width, int chunks) {
-      const int64_t groups = params.rows / params.group_rows;
-      const Launch per_group = grad_launch(chunks, groups, parts.sets / groups + 1);
-      const bool early = parts.partials.starts_early;
-      const cudaError_t error = dispatch_bool(params.modulation.gate != nullptr, [&](auto gated) {
-        constexpr int kSums = gated() ? 3 : 2;
-        return launch_early(early, modulation_grad_kernel<Acc, W, width(), kSums>, per_group,
-                            stream, parts, chunks, params);
-      });
-      if (error != cudaSuccess || !needs_columns) return error;
-      const Launch of_all = grad_launch(chunks, 1, groups);
-      return launch_early(early, modulated_param_grad_kernel<Acc, W, width()>, of_all, stream,
-                          parts.sums_offset, params);
+    const int64_t groups = params.rows / params.group_rows;
+    const Launch per_group = grad_launch(chunks, groups, parts.sets / groups + 1);
+    const bool early = parts.partials.starts_early;
+    const cudaError_t error = dispatch_bool(params.modulation.gate != nullptr, [&](auto gated) {
+      constexpr int kSums = gated() ? 3 : 2;
+      return launch_early(early, modulation_grad_kernel<Acc, W, width(), kSums>, per_group, stream,
+                          parts, chunks, params);
     });
+    if (error != cudaSuccess || !needs_columns) return error;
+    return launch_early(early, modulated_param_grad_kernel<Acc, W, width()>,
+                        grad_launch(chunks, 1, groups), stream, parts.sums_offset, params);
   });
 }
 
 cudaError_t launch_gate_grad(const GateParams& params, const DataTypes& types,
                              const backward::GroupParts& parts, cudaStream_t stream) {
   if (params.group_rows == 1 || params.dgate == nullptr) return cudaSuccess;
-  return dispatch_types(types, [&](auto t) {
-    using Acc = typename decltype(t)::Acc;
-    using W = typename decltype(t)::W;
-    return with_columns<Acc>(params.cols, [&](auto width, int chunks) {
-      const int64_t groups = params.rows / params.group_rows;
-      const Launch per_group = grad_launch(chunks, groups, parts.sets / groups + 1);
-      return launch_early(parts.partials.starts_early, gate_grad_kernel<Acc, W, width()>, per_group,
-                          stream, parts, chunks, params);
-    });
+  return dispatch_grads(types, params.cols, [&](auto t, auto width, int chunks) {
+    using T = decltype(t);
+    const int64_t groups = params.rows / params.group_rows;
+    return launch_early(
+        parts.partials.starts_early, gate_grad_kernel<typename T::Acc, typename T::W, width()>,
+        grad_launch(chunks, groups, parts.sets / groups + 1), stream, parts, chunks, params);
   });
 }
 

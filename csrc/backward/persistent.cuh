@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Code that backward's persistent blocks share, whether they work on whole rows
-// (layernorm_kernel.cu), on the rows of one group after the other (backward/group.cu) or on slices
-// of rows (backward/split.cu): how x and dy of their rows are loaded, and the gradients of a
-// thread's share of a row.
+// What backward's persistent blocks share, of whole rows (layernorm_kernel.cu), of groups of rows
+// (backward/group.cu) and of slices of rows (backward/split.cu): how x and dy come, and the
+// gradients of a thread's share of a row.
 #pragma once
 
 #include "backward/running_param_grads.cuh"
@@ -15,9 +14,8 @@
 namespace fused_layernorm {
 
 // The shared memory of a block whose rows come by bulk copies: weight, and bias where an activation
-// reads it, and then for each team x of all of its stages and dy of all of its stages. A parameter,
-// and x or dy of one stage, has room for `stage_cols` columns. With a modulation, weight is the
-// combined weight (combined_weight()), and the gate, if there is one, follows it.
+// reads it, or with a modulation the combined weight and the gate; then each team's x of all stages
+// and dy of all stages. A parameter, and a stage of x or dy, has room for `stage_cols` columns.
 template <typename N, int kWidth>
 struct BackwardRing {
   using X = typename N::X;
@@ -59,9 +57,8 @@ struct BackwardRing {
   }
 
   // The bytes between `row` and the multiple of 16 bytes at or before it. Bulk copies begin and end
-  // at such multiples. A row that does not is copied with up to 15 bytes on either side of it.
-  // These bytes are never outside an allocation, as allocations begin and end at larger powers of
-  // two.
+  // at such multiples, and bring up to 15 bytes more, which never lie outside an allocation: these
+  // begin and end at larger powers of two.
   template <typename V>
   static FUSED_DEVICE uint32_t skipped(const V* row) {
     return kWidth > 1 ? 0 : static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row)) % 16;
@@ -170,8 +167,7 @@ struct PersistentRows {
   // With a ring, copies the parameters to shared memory and prepares the ring; one thread of each
   // team then calls fill_first(). All threads of the block call; those of a warp that belongs to no
   // team have `in_team` = false.
-  template <typename FillFirst>
-  FUSED_DEVICE void start(const BlockTeam& team, bool in_team, const FillFirst& fill_first) const {
+  FUSED_DEVICE void start(const BlockTeam& team, bool in_team, const auto& fill_first) const {
     if constexpr (kBulk) {
       if constexpr (!N::Affine::kModulates) {
         const int room = ring.stage_cols / kWidth;
@@ -220,9 +216,8 @@ struct PersistentRows {
 
   // Calls use(k, gradients) for all of this thread's vectors of a row. At a missing vector dz and g
   // are zero.
-  template <typename Use_>
   FUSED_DEVICE void with_gradients(int stage, int64_t row, Pair<Acc> statistics,
-                                   const Use_& use) const {
+                                   const auto& use) const {
     const X* x_row = x_row_of<N>(p, row, first_col);
     const Y* dy_row = dy_row_of<N>(p, row, first_col);
     if constexpr (kBulk) {
@@ -257,17 +252,27 @@ struct PersistentRows {
     }
   }
 
-  // Stores the dx of a row, from gradients that are computed again. The row's statistics are read
-  // again, too, because the compiler has no registers to keep them.
-  FUSED_DEVICE void store_dx(int stage, int64_t row, Pair<Acc> means) const {
-    const Pair<Acc> statistics = statistics_of(stage, row);
-    const DxRow<N> dx_row(p, row, first_col);
+  // The first read of a row: adds its gradients to the two sums over the row that dx needs and to
+  // the running sums, and keeps xhat and g (kKeep).
+  template <bool kKeep>
+  FUSED_DEVICE void add_row(int stage, int64_t row, const Pair<Acc>& statistics, Pair<Acc>& sums,
+                            RunningParamGrads<Acc, kWidth, kVecs>& grads,
+                            KeptRow<N, kWidth, kVecs>& kept) const {
     with_gradients(stage, row, statistics, [&](int k, const auto& gradients) {
-      // In half precision the store is predicated, because the next vectors would wait for a branch
-      // (8192 x 32768 bfloat16: 504 us with branches, 487 without; but 128 x 1048576 float32: 533
-      // with branches, 553 without). With half-precision dy beside float32 x, branches would make
-      // the compiler spill registers.
-      constexpr bool kBranch = (sizeof(X) > 2 && sizeof(Y) > 2) || kWidth == 1;
+      gradients.add_sums(sums);
+      gradients.add_dparams(grads.dweight(k), grads.dbias(k));
+      if constexpr (kKeep) kept.keep(k, gradients);
+    });
+  }
+
+  // The second read of a row: stores dx, from gradients that are computed again. In half precision
+  // the store is predicated, because the next vectors would wait for a branch (8192 x 32768
+  // bfloat16: 504 us with branches, 487 without; but 128 x 1048576 float32: 533 with branches, 553
+  // without). With half-precision dy beside float32 x, branches would make the compiler spill.
+  template <bool kBranch = (sizeof(X) > 2 && sizeof(Y) > 2) || kWidth == 1>
+  FUSED_DEVICE void store_dx(int stage, const DxRow<N>& dx_row, int64_t row, Pair<Acc> statistics,
+                             Pair<Acc> means) const {
+    with_gradients(stage, row, statistics, [&](int k, const auto& gradients) {
       if (kBranch && !share.has(k)) return;
       const int col = share.template col<kWidth>(k);
       const auto dx = dx_row.vector(gradients.xhat, gradients.g, means, statistics.second,

@@ -15,8 +15,7 @@ struct RunningSums {
 
   // Stores the sums, of columns that no other thread of the block has. `first_col` is the column of
   // the row at which the block's slice or chunk begins.
-  template <typename Sink, typename Share>
-  FUSED_DEVICE void store(const Sink& sink, const Share& share, int first_col) const {
+  FUSED_DEVICE void store(const auto& sink, const auto& share, int first_col) const {
     FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       if (!share.has(k)) continue;
       const int col = first_col + share.vector(k) * kWidth;
@@ -31,8 +30,7 @@ struct RunningSums {
   // Adds up the sums of a block's teams, in order, and stores the totals. `shared` is memory that
   // no thread needs any more, with room for [sum][team][piece][thread], where a piece is a part of
   // a thread's columns.
-  template <typename Sink, typename Share>
-  FUSED_DEVICE void store_sum_of_teams(const Sink& sink, const Share& share, int first_col,
+  FUSED_DEVICE void store_sum_of_teams(const auto& sink, const auto& share, int first_col,
                                        const BlockTeam& team, int teams, void* shared) const {
     constexpr int kVectorCols = vector_width(sizeof(Acc));
     constexpr int kPieceCols = kWidth < kVectorCols ? kWidth : kVectorCols;
@@ -110,8 +108,8 @@ struct RunningParamGrads : RunningSums<Acc, 2, kWidth, kVecs> {
 
   // Adds up the sums of a block's logical warps, first within each warp, then over the warps, and
   // stores the totals. `shared` has room for [dweight, dbias][warp][cols].
-  template <int kWarps, typename Sink, typename Share>
-  FUSED_DEVICE void store_sum_of_logical_warps(const Sink& sink, const Share& share, int lanes,
+  template <int kWarps>
+  FUSED_DEVICE void store_sum_of_logical_warps(const auto& sink, const auto& share, int lanes,
                                                int cols, void* shared) {
     FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
@@ -149,8 +147,7 @@ struct RunningParamGrads : RunningSums<Acc, 2, kWidth, kVecs> {
 
  private:
   // Calls use(sum, second) for each running sum and its second sum.
-  template <typename Use_>
-  FUSED_DEVICE void with_second(Acc* second_sums, const Use_& use) {
+  FUSED_DEVICE void with_second(Acc* second_sums, const auto& use) {
     Acc* at = second_sums + threadIdx.x;
     FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {

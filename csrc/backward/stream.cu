@@ -38,11 +38,10 @@ FUSED_DEVICE auto weight_of(const BackwardParams& p,
   }
 }
 
-// The first kernel. Each block owns the columns of one chunk for the rows set, set + sets, ...: it
-// computes their dweight and dbias, and each of its warps stores its part of the two sums of each
-// row. Warps do not wait for each other, so that some load while others compute. With a modulation
-// the rows of a block follow each other, and the block computes dscale and dshift of each group of
-// rows, or of each row, instead of dweight and dbias.
+// The first kernel. A block has one chunk of the rows set, set + sets, ...: it computes dweight and
+// dbias of its columns, and each warp stores its part of the two sums of each row, so that no warp
+// waits. With a modulation the rows follow each other, and the block computes dscale and dshift of
+// each group of rows, or of each row.
 template <typename N, int kWidth>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     layer_norm_backward_stream_sums_kernel(const Slices chunks,

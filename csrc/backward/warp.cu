@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward of short rows: a logical warp (a power-of-two part of a warp) holds a row in registers,
-// while the next row is on its way. Blocks are persistent, and each lane keeps the running dweight
-// and dbias of its columns in registers, or dscale and dshift of a group of rows, one group after
-// the other. Where a lane has many rows, it adds its running sums to second sums in shared memory
-// after each chain of `chain_rows` rows.
+// while the next row is on its way. Blocks are persistent; each lane keeps the running dweight and
+// dbias of its columns in registers, or dscale and dshift of one group of rows after the other. Of
+// many rows it adds them to second sums in shared memory after each chain of `chain_rows` rows.
 #include "backward/running_param_grads.cuh"
 #include "backward/warp.h"
 #include "base/launch.cuh"
@@ -45,12 +44,12 @@ constexpr int kBlockThreads = backward_warp_threads(
 
 // Backward of the rows of a team, `from + team` and each `teams` rows further, below `to`: stores
 // dx, and adds to the running sums. parameters_at(k, col) gives weight and bias at vector k.
-template <typename N, int kWidth, int kVecs, typename ParametersAt>
+template <typename N, int kWidth, int kVecs>
 FUSED_DEVICE void backward_of_team(const BackwardParams& p, const Share<kVecs>& share, int lanes,
                                    uint32_t from, uint32_t to, uint32_t team, uint32_t teams,
                                    bool reads_x, int chain_rows, typename N::Acc* second_sums,
                                    RunningParamGrads<typename N::Acc, kWidth, kVecs>& grads,
-                                   const ParametersAt& parameters_at) {
+                                   const auto& parameters_at) {
   using Acc = typename N::Acc;
   LoadedGradientRow<N, kWidth, kVecs> next(p, from + team, to, share, reads_x);
   // All lanes of a warp take part in the shuffles, so the bounds are the same for all of them.

@@ -31,8 +31,7 @@ struct TileThread {
   FUSED_DEVICE int pixel() const { return unit * kWidth; }
   FUSED_DEVICE bool works() const { return first < channels; }
   // Calls body(channel, place of its vector in the tile).
-  template <typename Body>
-  FUSED_DEVICE void each(const Body& body) const {
+  FUSED_DEVICE void each(const auto& body) const {
     const int tile_step = step * tile_pixels;
     int at = first * tile_pixels + unit * kWidth;
 #pragma unroll 4
@@ -121,8 +120,7 @@ struct PixelSums {
   // Calls then(pixel, sum) for each of the first `pixels` pixels, by one thread. Several lanes of a
   // warp add up what the threads of a pixel left. All threads call, and a barrier must stand before
   // and after.
-  template <typename Then>
-  FUSED_DEVICE void add_up(int pixels, const Then& then) const {
+  FUSED_DEVICE void add_up(int pixels, const auto& then) const {
     constexpr int kAtOnce = 8, kParts = kWarpSize / kAtOnce;  // pixels of a warp, lanes of a pixel
     const int lane = threadIdx.x % kWarpSize, part = lane / kAtOnce;
     for (int first = threadIdx.x / kWarpSize * kAtOnce; first < units * kWidth;
@@ -224,11 +222,10 @@ FUSED_DEVICE void load_parameter(V* to, const void* given, float absent, int cha
   }
 }
 
-// The transposed tile [pixels][channels] in global memory, which is one run. A thread moves the 16
-// bytes that neighbouring channels of a pixel have there, in half precision of two pixels at once,
-// if the tile has whole vectors of pixels (not kScattered). Four neighbouring lanes have
-// neighbouring vectors of channels: whole sectors of memory, and at most four of a warp's words lie
-// in one bank. Where channels do not allow it, elements move one by one.
+// The transposed tile [pixels][channels] in global memory, which is one run. A thread moves 16
+// bytes of neighbouring channels of a pixel or, in half precision and not kScattered, of two
+// pixels. Four neighbouring lanes have neighbouring vectors: whole sectors, and at most four of a
+// warp's words lie in one bank. Where channels do not allow it, elements move one by one.
 template <typename V, bool kScattered>
 struct Transposed {
   static constexpr int kChannels = 16 / sizeof(V);
@@ -258,9 +255,8 @@ struct Transposed {
     return channels % kChannels == 0 && tile_pixels % kPixels == 0 && pixels % kPixels == 0;
   }
   // Calls body(place in the transposed tile, place in the tile) for each element.
-  template <typename Body>
   static FUSED_DEVICE void each_element(int channels, int tile_pixels, int pixels,
-                                        const Body& body) {
+                                        const auto& body) {
     for (int i = threadIdx.x; i < pixels * channels; i += blockDim.x) {
       const int pixel = i / channels;
       body(i, (i - pixel * channels) * tile_pixels + pixel);
@@ -338,9 +334,8 @@ struct Transposed {
 // Calls launch(types, bare, width, scattered) with how a thread of these tiles has its pixels, for
 // all types but a y narrower than x, which nobody asks of images. `bare`: the norm has no epilogue;
 // types that few models have share one kernel for norms with and without one.
-template <typename Launcher>
 cudaError_t dispatch_channels(const DataTypes& types, bool has_epilogue, const Tiles& tiles,
-                              const Launcher& launch) {
+                              const auto& launch) {
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     constexpr int kMost = kVectorWidth<T>;

@@ -28,8 +28,7 @@ struct Tiles {
   int movers = 1;        // threads that a block has at least, to move pixels
   bool is_run = false;   // the tile is a whole sample, which is one run of memory
 
-  template <typename Json>
-  void describe(Json& json) const {
+  void describe(auto& json) const {
     json.add("width", width).add("tile_pixels", tile_pixels).add("tiles", tiles);
     json.add("channel_step", channel_step).add("movers", movers).add("is_run", is_run);
   }
@@ -65,6 +64,18 @@ constexpr int64_t thread_pixels(int width, int size) {
 constexpr int64_t thread_pixels(const Tiles& tiles, int size) {
   return thread_pixels(tiles.width, size);
 }
+// What lies in a block's shared memory, one after the other, each at a multiple of 16 bytes.
+struct SharedLayout {
+  int64_t bytes = 0;
+
+  // Where so many bytes lie.
+  int add(int64_t size) {
+    const int64_t begin = bytes;
+    bytes += round_up(size, kVectorBytes);
+    return static_cast<int>(begin);
+  }
+};
+
 // The pixels of all threads, some of which may lie behind the tile.
 constexpr int64_t room_pixels(const Tiles& tiles, int size) {
   return round_up(tiles.tile_pixels, thread_pixels(tiles, size));
@@ -135,9 +146,8 @@ inline Tiles least_tiles(const Problem& problem, const ChannelMap& map, const Ti
 
 // The tiles for a problem, of up to so many lines. `fits` says whether tiles fit into shared
 // memory, as the least have to.
-template <typename Fits>
 Tiles tiles_of(const Problem& problem, const ChannelMap& map, const TileNeeds& needs, int lines,
-               const Device& device, const Fits& fits) {
+               const Device& device, const auto& fits) {
   const int size = size_of(problem.x);
   const int64_t channels = problem.cols, pixels = map.pixels, samples = map.samples;
   const int64_t most_pixels = most_tile_pixels(problem, needs);

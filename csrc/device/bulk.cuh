@@ -68,9 +68,8 @@ FUSED_DEVICE void barrier_arrive_with_copies(uint64_t* barrier) {
 }
 
 // Copies `bytes` to shared memory, asynchronously; the barrier counts them. Addresses and bytes are
-// multiples of 16. If `stays_in_l2`, the data is evict_normal in L2 as other data, otherwise it is
-// evict_first. (This is a branch and no L2Policy, because a policy takes two registers that one of
-// backward's float32 kernels does not have.)
+// multiples of 16. In L2 the data is evict_normal if `stays_in_l2`, else evict_first. (A branch and
+// no L2Policy, whose two registers one of backward's float32 kernels does not have.)
 FUSED_DEVICE void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier,
                             bool stays_in_l2) {
   if (stays_in_l2) {
@@ -88,10 +87,9 @@ FUSED_DEVICE void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t
   }
 }
 
-// Orders this thread's accesses to shared memory so far before the bulk copies to it that are
-// started behind a barrier or by this thread. A bulk copy is of another proxy than loads and stores
-// (PTX ISA, "async proxy"), so without this fence it may overwrite what an earlier load has yet to
-// read: no barrier waits for a load whose value nobody has used.
+// Orders this thread's accesses to shared memory so far before bulk copies that it, or a thread
+// behind a later barrier, starts. They are of another proxy (PTX ISA, "async proxy") and could
+// otherwise overwrite what an earlier load has yet to read.
 FUSED_DEVICE void fence_before_bulk_load() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -91,8 +91,7 @@ struct GridMeeting {
   const TakesPlace takes_place;
   cooperative_groups::grid_group::arrival_token token{};
 
-  template <typename Prepare>
-  FUSED_DEVICE GridMeeting(const TakesPlace& its_takes_place, const Prepare& prepare)
+  FUSED_DEVICE GridMeeting(const TakesPlace& its_takes_place, const auto& prepare)
       : takes_place(its_takes_place) {
     if (!takes_place()) return;
     prepare();

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Unaligned rows, moved by vectors all the same. A thread owns the columns that it would own of a
-// row that begins at a multiple of 16 bytes, so a row's sums do not depend on where it stands.
-// Shifted rows begin at any address: memory is read and written in aligned pieces (of 16 bytes, or
-// of a vector's bytes, if those are fewer), and a thread's vector lies across two of them. Rows by
-// halves begin at multiples of half a vector.
+// Unaligned rows, moved by vectors all the same. A thread owns the columns that it would own of an
+// aligned row, so a row's sums do not depend on where it stands. Shifted rows begin at any address:
+// they move in aligned pieces (of 16 bytes, or of a vector, if it has fewer), and a thread's vector
+// lies across two of them. Rows by halves begin at multiples of half a vector.
 #pragma once
 
 #include <cstdint>
@@ -30,11 +29,10 @@ FUSED_DEVICE Words<kWords> shuffle(const Words<kWords>& words, int lane, int lan
 
 enum class Shift { kDown, kUp };
 
-// Cuts one piece out of each of `kCount` pairs of neighbouring pieces: with kDown the piece begins
-// `bytes` behind the beginning of the pair, with kUp it ends `bytes` before the end of the pair;
-// `bytes` is less than the size of a piece. One branch for all pairs decides which words are taken,
-// because selecting the words one by one would cost more than everything else in moving a row. The
-// assembly keeps the compiler from turning the branch into selections.
+// Cuts one piece out of each of `kCount` pairs of neighbouring pieces: with kDown it begins `bytes`
+// (less than a piece) behind the beginning of the pair, with kUp it ends `bytes` before its end.
+// One branch for all pairs decides which words are taken: selecting them one by one would cost more
+// than all else in moving a row. The assembly keeps the compiler from doing so.
 template <Shift kShift, int kElementBytes, int kCount, int kWords>
 FUSED_DEVICE void shift_pieces(Words<kWords> (&out)[kCount], const Words<kWords> (&low)[kCount],
                                const Words<kWords> (&high)[kCount], int bytes) {
@@ -86,8 +84,8 @@ FUSED_DEVICE void keep_first(Vec<T, kWidth>& v, int cols) {
 }
 
 // Makes the elements of a thread's vectors that lie behind the row's last column zero.
-template <typename T, int kWidth, int kVecs, typename Share>
-FUSED_DEVICE void keep_columns(Vec<T, kWidth> (&vectors)[kVecs], const Share& share) {
+template <typename T, int kWidth, int kVecs>
+FUSED_DEVICE void keep_columns(Vec<T, kWidth> (&vectors)[kVecs], const auto& share) {
   FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     if (!share.is_whole(k)) keep_first(vectors[k], share.cols_from(k));
   }
@@ -136,15 +134,14 @@ struct ShiftedRow {
   }
 };
 
-// Loads a thread's vectors `kFirst, kFirst + 1, ...` of a row. Elements behind the row's last
-// column, and missing vectors, get any values. The load reads up to 15 bytes before the row and
-// behind it, to the ends of its first and last piece; these are never outside an allocation,
-// because allocations begin and end at larger powers of two. then() is called behind the loads and
-// before the branch that waits for them.
-template <int kFirst, typename T, int kWidth, int kCount, typename Share, typename Then>
+// Loads a thread's vectors `kFirst, kFirst + 1, ...` of a row. What lies behind the row's last
+// column gets any values. Up to 15 bytes before and behind the row are read, which never lie
+// outside an allocation: these begin and end at larger powers of two. then() is called behind the
+// loads and before the branch that waits for them.
+template <int kFirst, typename T, int kWidth, int kCount>
 FUSED_DEVICE void load_shifted(Vec<T, kWidth> (&vectors)[kCount],
-                               const ShiftedRow<const T, kWidth>& from, const Share& share,
-                               const Then& then) {
+                               const ShiftedRow<const T, kWidth>& from, const auto& share,
+                               const auto& then) {
   using Row = ShiftedRow<const T, kWidth>;
   static_assert(Row::kPieces == 1);
   using RowWords = Words<Row::kWords>;
@@ -165,8 +162,8 @@ FUSED_DEVICE void load_shifted(Vec<T, kWidth> (&vectors)[kCount],
 }
 
 // Calls body(first, count) for `kAll` vectors, at most `kMost` of them at once.
-template <int kAll, int kMost, int kFirst = 0, typename Body>
-FUSED_DEVICE void in_turn(const Body& body) {
+template <int kAll, int kMost, int kFirst = 0>
+FUSED_DEVICE void in_turn(const auto& body) {
   if constexpr (kFirst < kAll) {
     constexpr int kCount = kAll - kFirst < kMost ? kAll - kFirst : kMost;
     body(std::integral_constant<int, kFirst>{}, std::integral_constant<int, kCount>{});
@@ -176,10 +173,10 @@ FUSED_DEVICE void in_turn(const Body& body) {
 
 // Stores a row of `cols` columns (nothing, if there are none); `vector(k)` gives a thread's k-th
 // vector. All threads of the team must call, and so must the other threads of their warps.
-template <typename T, int kWidth, int kVecs, typename Team, int kMayMiss, typename Vector>
+template <typename T, int kWidth, int kVecs, typename Team, int kMayMiss>
 FUSED_DEVICE void store_shifted(T* row, const Team& team,
                                 const RaggedShare<kVecs, kWidth, kMayMiss>& share, int cols,
-                                const Vector& vector) {
+                                const auto& vector) {
   using Row = ShiftedRow<T, kWidth>;
   static_assert(Row::kPieces == 1);
   using RowWords = Words<Row::kWords>;
@@ -228,8 +225,8 @@ FUSED_DEVICE void store_shifted(T* row, const Team& team,
 
 // Rows that begin at multiples of half a vector and end at one, moved by such halves: a thread owns
 // the columns that it would own of any other row. Missing halves are zero.
-template <typename T, int kWidth, int kCount, typename Share, typename Policy>
-FUSED_DEVICE void load_halves(Vec<T, kWidth> (&vectors)[kCount], const T* row, const Share& share,
+template <typename T, int kWidth, int kCount, typename Policy>
+FUSED_DEVICE void load_halves(Vec<T, kWidth> (&vectors)[kCount], const T* row, const auto& share,
                               Policy policy) {
   constexpr int kHalf = kWidth / 2;
   using Half = Vec<T, kHalf>;
@@ -245,8 +242,8 @@ FUSED_DEVICE void load_halves(Vec<T, kWidth> (&vectors)[kCount], const T* row, c
   }
 }
 // Stores a thread's k-th vector of such a row.
-template <typename T, int kWidth, typename Share, typename Policy>
-FUSED_DEVICE void store_halves(T* row, const Share& share, int k, const Vec<T, kWidth>& vector,
+template <typename T, int kWidth, typename Policy>
+FUSED_DEVICE void store_halves(T* row, const auto& share, int k, const Vec<T, kWidth>& vector,
                                Policy policy) {
   constexpr int kHalf = kWidth / 2;
   const auto* const halves = reinterpret_cast<const Vec<T, kHalf>*>(vector.at);
@@ -268,8 +265,7 @@ struct BlockBoundaries {
   Words* own;    // in a warp's first and last lane: where its words of vector 0 belong
 
   // The scratch memory must not be written again before another barrier of the block.
-  template <typename Row>
-  FUSED_DEVICE explicit BlockBoundaries(const Row& row) : team(row.team) {
+  FUSED_DEVICE explicit BlockBoundaries(const auto& row) : team(row.team) {
     __shared__ Words scratch[2][kMost];
     lows = scratch[0];
     highs = scratch[1];
@@ -284,8 +280,7 @@ struct BlockBoundaries {
   FUSED_DEVICE bool is_at(int) const { return team.lane() == 0; }
   // Calls store(v, low, high) for each boundary, with the words before vector v and its first
   // words.
-  template <typename Store>
-  FUSED_DEVICE void close(const Store& store) const {
+  FUSED_DEVICE void close(const auto& store) const {
     __syncthreads();
     const int boundary = team.thread;
     if (boundary <= kPieces * team.warps())

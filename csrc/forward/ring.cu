@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of rows that several blocks share, or that one block cannot keep in its registers:
-// persistent blocks with warps by role (forward/ring.h). The measurers and the collector of a block
-// work ahead of its workers, as far as the ring holds rows, so the workers do not wait for the
-// meeting of the blocks.
+// Forward of rows that several blocks share, or that one block cannot keep in its registers, by
+// persistent blocks with warps by role (forward/ring.h). Measurers and collector work ahead of the
+// workers, as far as the ring holds rows, so these do not wait for the meeting of the blocks.
 #include <utility>
 
 #include "base/launch.cuh"
@@ -99,8 +98,7 @@ static_assert(sizeof(RingState) <= kRingStateBytes, "the plan leaves room for it
 // Moments in float64, so that those of parts combine without loss; about the pivot, so that one sum
 // over the warp does (Chan, Golub and LeVeque, 1979, for many parts at once). `each(f)` calls
 // f(columns, moments) for each of a lane's parts.
-template <typename Each>
-FUSED_DEVICE Moments<double> combine_at_once(const Each& each, double pivot, double inverse_cols) {
+FUSED_DEVICE Moments<double> combine_at_once(const auto& each, double pivot, double inverse_cols) {
   Pair<double> sums;
   each([&](double cols, const Pair<float>& part) {
     const double delta = part.first - pivot;
@@ -184,9 +182,8 @@ struct RingBlock {
   }
 
   // Adds the moments of a lane's vectors of one unit.
-  template <typename UnitShare>
   FUSED_DEVICE void measure(LaneMoments& moments, float& pivot, bool first, const X* x,
-                            const UnitShare& share, const Reciprocal<float>& inverse,
+                            const auto& share, const Reciprocal<float>& inverse,
                             float count) const {
     Vec<X, kWidth> values[kUnitVecs];
     FUSED_UNROLL for (int k = 0; k < kUnitVecs; ++k) {
@@ -409,8 +406,7 @@ struct RingBlock {
 
   // body(span) for all spans. If some parameters lie in registers, each span has code of its
   // own.
-  template <typename Body>
-  FUSED_DEVICE void each_span(const Body& body) const {
+  FUSED_DEVICE void each_span(const auto& body) const {
     if constexpr (kLong) {
       each_span(body, std::make_integer_sequence<int, kKept.spans>{});
     } else {
@@ -418,8 +414,8 @@ struct RingBlock {
       for (int span = 0; span < columns.spans; ++span) body(span);
     }
   }
-  template <typename Body, int... kSpans>
-  FUSED_DEVICE void each_span(const Body& body, std::integer_sequence<int, kSpans...>) const {
+  template <int... kSpans>
+  FUSED_DEVICE void each_span(const auto& body, std::integer_sequence<int, kSpans...>) const {
     (void)((kSpans < columns.spans && (body(kSpans), true)) && ...);
   }
 

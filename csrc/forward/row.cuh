@@ -93,10 +93,10 @@ FUSED_DEVICE void finish_vectors(const ForwardParams& p, typename N::Y* y_row,
 }
 
 // Stores y of a thread's share of a row.
-template <typename N, int kWidth, int kVecs, typename Parameters, typename Share, typename Policy>
+template <typename N, int kWidth, int kVecs, typename Parameters, typename Policy>
 FUSED_DEVICE void finish_row(const ForwardParams& p, const ForwardRow<N>& row,
                              const Vec<typename N::X, kWidth> (&x)[kVecs], Parameters parameters,
-                             const Share& share, typename N::Acc mean, typename N::Acc rstd,
+                             const auto& share, typename N::Acc mean, typename N::Acc rstd,
                              Policy policy) {
   N::Epilogue::for_row(p, [&](auto epilogue) {
     N::Affine::for_row(p, [&](auto affine) {
@@ -107,12 +107,11 @@ FUSED_DEVICE void finish_row(const ForwardParams& p, const ForwardRow<N>& row,
 }
 
 // Stores y of a thread's share of a shifted row, or nothing if `valid_row` is false.
-template <typename N, int kWidth, int kVecs, typename Parameters, typename Team, typename Share>
+template <typename N, int kWidth, int kVecs>
 FUSED_DEVICE void finish_shifted_row(const ForwardParams& p, const ForwardRow<N>& row,
                                      const Vec<typename N::X, kWidth> (&x)[kVecs],
-                                     const Parameters& parameters, const Team& team,
-                                     const Share& share, bool valid_row, typename N::Acc mean,
-                                     typename N::Acc rstd) {
+                                     const auto& parameters, const auto& team, const auto& share,
+                                     bool valid_row, typename N::Acc mean, typename N::Acc rstd) {
   N::Affine::for_row(p, [&](auto affine) {
     const auto y_of = [&](int k) {
       return N::template finish<typename N::Epilogue, decltype(affine)>(
@@ -132,8 +131,8 @@ constexpr int kParameterWords =
     2 * kVecs * kVectorWidth<typename N::Types> * static_cast<int>(sizeof(typename N::W)) / 4;
 
 // Calls start(norm, moves) with the norm, and with the way in which a row's elements are moved.
-template <typename T, typename Launcher>
-cudaError_t dispatch_rows(const ForwardParams& p, Moves moves, const Launcher& start) {
+template <typename T>
+cudaError_t dispatch_rows(const ForwardParams& p, Moves moves, const auto& start) {
   using Vectors = std::integral_constant<Moves, Moves::kVectors>;
   using Halves = std::integral_constant<Moves, Moves::kHalves>;
   using Shifted = std::integral_constant<Moves, Moves::kShifted>;
@@ -147,11 +146,11 @@ cudaError_t dispatch_rows(const ForwardParams& p, Moves moves, const Launcher& s
   return dispatch_forward<T, true>(p, [&](auto norm) { return start(norm, Shifted{}); });
 }
 
-// Forward of one row by a team. A thread has kVecs vectors of the row, which it loads and stores
-// piece by piece. A team without a row of its own (`row` is past the last one) reads the last row
-// and stores no y, because the shuffles of the other teams in its warp need its lanes.
-// kEarly: the affine parameters are loaded with the row, if there is neither a residual nor an
-// epilogue and registers allow it.
+// Forward of one row by a team. A thread has kVecs vectors of the row, which it moves piece by
+// piece. A team whose `row` is past the last one reads the last row and stores no y, because the
+// shuffles of the other teams in its warp need its lanes.
+// kEarly: the affine parameters are loaded with a row without residual and epilogue, if registers
+// allow it.
 // kForget: between the row's sums and y only the packed elements of the row stay in registers.
 template <typename N, int kVecs, Moves kMoves, bool kEarly, bool kForget, typename Team>
 FUSED_DEVICE void forward_row(const ForwardParams& p, const Team& team, uint32_t row) {

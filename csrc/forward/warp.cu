@@ -40,8 +40,8 @@ struct LogicalWarp : ForwardTeam {
   // behind it hold zeros.
   template <typename N, int kVecs, bool kRagged>
   static constexpr bool kPivotFirst = kRagged && sizeof(typename N::X) == 2;
-  template <typename N, typename Row, int kWidth>
-  FUSED_DEVICE auto pivot(const Row& row, const Vec<typename N::X, kWidth>& first) const {
+  template <typename N, int kWidth>
+  FUSED_DEVICE auto pivot(const auto& row, const Vec<typename N::X, kWidth>& first) const {
     using X = typename N::X;
     using Acc = typename N::Acc;
     if constexpr (sizeof(X) == 2 && !N::Prologue::kMayStore) {
@@ -72,8 +72,7 @@ struct LogicalWarp : ForwardTeam {
     FUSED_DEVICE bool is_at(int k) const { return k == 0 && team.lane == 0; }
     // Calls store(v, low, high) for each boundary, with the words before vector v and its first
     // words.
-    template <typename Store>
-    FUSED_DEVICE void close(const Store& store) const {
+    FUSED_DEVICE void close(const auto& store) const {
       if (team.lane > 0) return;
       store(0, of_neighbour, begin);
       store(kPieces * team.lanes, of_neighbour, begin);

@@ -26,9 +26,9 @@ FUSED_DEVICE Acc* partial_of(const GatedParams& p, const GatedBlock& block) {
 
 // Adds up what the logical warps of a block have at each column, in a fixed order, and calls
 // write(column, sum).
-template <int kVecs, int kWidth, typename Write>
+template <int kVecs, int kWidth>
 FUSED_DEVICE void write_sum_of_teams(float (&sums)[kVecs][kWidth], const Share<kVecs>& share,
-                                     const GatedTeam& team, int cols, const Write& write) {
+                                     const GatedTeam& team, int cols, const auto& write) {
   extern __shared__ __align__(16) unsigned char shared[];
   float* const of_warps = reinterpret_cast<float*>(shared);
   __syncthreads();  // other warps had their rows ahead there
@@ -49,10 +49,9 @@ FUSED_DEVICE void write_sum_of_teams(float (&sums)[kVecs][kWidth], const Share<k
   }
 }
 
-// The vectors of x, gate and dy that a thread has of the rows ahead of it, in shared memory. It
-// copies them there itself and nobody else reads them, so no barrier is needed. These copies are of
-// the same proxy as its loads and ordered behind those that stand in front of them (PTX ISA,
-// "Program Order: Asynchronous Operations").
+// The vectors of x, gate and dy that a thread has of the rows ahead of it, in shared memory. Nobody
+// else reads them, so there is no barrier: the thread's copies are of its loads' proxy and ordered
+// behind earlier ones (PTX ISA, "Program Order: Asynchronous Operations").
 template <typename X, int kVecs>
 struct RowsAhead {
   using V = Vec<X, vector_width(sizeof(X))>;

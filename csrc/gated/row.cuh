@@ -132,9 +132,8 @@ struct WeightVector {
 };
 
 // Calls held(X{}, gate_first, vecs) or looped(X{}, gate_first), as the plan says.
-template <typename Held, typename Looped>
 cudaError_t dispatch_gated(const GatedParams& params, DataType x, const GatedPlan& plan,
-                           const Held& held, const Looped& looped) {
+                           const auto& held, const auto& looped) {
   const auto with_type = [&](auto type) {
     return dispatch_bool(params.gate_first, [&](auto first) {
       if (!plan.held) return looped(type, first);

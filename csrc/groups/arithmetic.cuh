@@ -110,8 +110,8 @@ constexpr int kActivationLoops = std::is_same_v<X, double> || kWidth == 1 ? 1
                                  : kUnits > 1                             ? 3
                                                                           : 4;
 // Calls body(CompiledFor<...>) for the launch's activation.
-template <int kLoops, typename Body>
-FUSED_DEVICE void with_activation(const GroupParams& p, const Body& body) {
+template <int kLoops>
+FUSED_DEVICE void with_activation(const GroupParams& p, const auto& body) {
   if constexpr (kLoops > 1) {
     if (p.activation == Activation::kSilu) return body(CompiledFor<Compiled::kSilu>());
     if (!p.activates) return body(CompiledFor<Compiled::kNone>());
@@ -209,42 +209,42 @@ FUSED_DEVICE Moments<Acc> moments_of_block(const RunningMoments<Acc>& own,
   return {mean, team_sum(count > 0 ? part.m2 + count * delta * delta : Acc(0), team, scratch[1])};
 }
 
-// What a channel of a sample is in backward: with d = x - mean, z = d slope + offset.
+// A number that all elements of a vector share, or one of an array with one for each.
 template <typename Acc>
-struct ChannelSlope {
-  Acc slope, offset;
-
-  FUSED_DEVICE ChannelSlope(const ChannelMap<Acc>& map, Acc rstd)
-      : slope(map.factor * rstd), offset(map.offset) {}
-  FUSED_DEVICE ChannelSlope(Acc its_slope, Acc its_offset) : slope(its_slope), offset(its_offset) {}
-  FUSED_DEVICE Acc slope_at(int) const { return slope; }
-  FUSED_DEVICE Acc offset_at(int) const { return offset; }
-};
-// The same for the elements of a vector, which may be of two channels.
+FUSED_DEVICE Acc of_element(const Acc& number, int) {
+  return number;
+}
 template <typename Acc, int kWidth>
-struct ChannelSlopes {
-  Acc slope[kWidth], offset[kWidth];
+FUSED_DEVICE Acc of_element(const Acc (&numbers)[kWidth], int j) {
+  return numbers[j];
+}
 
-  FUSED_DEVICE Acc slope_at(int j) const { return slope[j]; }
-  FUSED_DEVICE Acc offset_at(int j) const { return offset[j]; }
+// What a channel of a sample is in backward, or the channels of a vector's elements (with arrays):
+// with d = x - mean, z = d slope + offset.
+template <typename Numbers>
+struct ChannelSlope {
+  Numbers slope, offset;
 };
+template <typename Acc>
+FUSED_DEVICE ChannelSlope<Acc> slope_of(const ChannelMap<Acc>& map, Acc rstd) {
+  return {map.factor * rstd, map.offset};
+}
 
 // d = x - mean, and dz, the gradient at the output of the affine map but for the factor `scale`.
 template <typename Acc, int kWidth>
 struct GroupGradients {
   Acc d[kWidth], dz[kWidth];
 
-  template <typename X, typename Y, typename Slopes,
-            typename Activation_ = CompiledFor<Compiled::kAny>>
+  template <typename X, typename Y, typename Activation_ = CompiledFor<Compiled::kAny>>
   FUSED_DEVICE GroupGradients(const GroupParams& p, const Vec<X, kWidth>& x,
-                              const Vec<Y, kWidth>& dy, Acc mean, const Slopes& of,
+                              const Vec<Y, kWidth>& dy, const auto& mean, const auto& of,
                               Activation_ = {}) {
     unpack(d, x);
     unpack(dz, dy);
     Acc z[kWidth];
     FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
-      d[j] -= mean;
-      z[j] = d[j] * of.slope_at(j) + of.offset_at(j);
+      d[j] -= of_element(mean, j);
+      z[j] = d[j] * of_element(of.slope, j) + of_element(of.offset, j);
     }
     undo_activation<Y, Activation_::value>(p, dz, z);
   }
@@ -276,12 +276,12 @@ struct DxOfGroup {
 
   FUSED_DEVICE DxOfGroup(const GroupParams& p, Pair<Acc> means, Acc rstd)
       : scale(p.scale.as<Acc>()), by_d(-rstd * rstd * means.second), alone(-rstd * means.first) {}
-  template <typename X, int kWidth, typename Slopes>
+  template <typename X, int kWidth>
   FUSED_DEVICE Vec<X, kWidth> dx(const GroupGradients<Acc, kWidth>& gradients,
-                                 const Slopes& of) const {
+                                 const auto& of) const {
     Acc values[kWidth];
     FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
-      const Acc by_dz = of.slope_at(j) * scale;
+      const Acc by_dz = of_element(of.slope, j) * scale;
       values[j] = gradients.dz[j] * by_dz + (gradients.d[j] * by_d + alone);
     }
     return round_to<X>(values);

@@ -63,8 +63,8 @@ struct LastVectors {
 };
 
 // Calls use(vectors in the place of each argument at one position) for all positions of a thread.
-template <int kVecs, typename Use_, typename First, typename... Rest>
-FUSED_DEVICE void each_position(const LastThread& thread, const Use_& use, First& first,
+template <int kVecs, typename First, typename... Rest>
+FUSED_DEVICE void each_position(const LastThread& thread, const auto& use, First& first,
                                 Rest&... rest) {
   for (int left = thread.count; left > 0; left -= kVecs) {
     first.take();
@@ -82,8 +82,7 @@ FUSED_DEVICE void each_position(const LastThread& thread, const Use_& use, First
 // with an empty range; the channels count from the slice's first one.
 constexpr int kGroupLanes = 8;
 
-template <typename Use_>
-FUSED_DEVICE void each_group(const GroupParams& p, const LastThread& thread, const Use_& use) {
+FUSED_DEVICE void each_group(const GroupParams& p, const LastThread& thread, const auto& use) {
   const int of_group = p.channels_of_group();
   const int first = thread.first_channel / of_group;
   const int groups = (thread.first_channel + thread.channels - 1) / of_group - first + 1;
@@ -265,26 +264,20 @@ __global__ void __launch_bounds__(kLastThreads)
   __syncthreads();
   Acc alone[kWidth] = {}, by_d[kWidth] = {};
   {
-    Acc mean[kWidth], factor[kWidth], offset[kWidth];
+    Acc mean[kWidth];
+    ChannelSlope<Acc[kWidth]> of;
     table.take(mean, 0, thread);
-    table.take(factor, 1, thread);
-    table.take(offset, 2, thread);
-    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) factor[j] *= offset[j];
-    table.take(offset, 3, thread);
+    table.take(of.slope, 1, thread);
+    table.take(of.offset, 2, thread);
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) of.slope[j] *= of.offset[j];
+    table.take(of.offset, 3, thread);
     each_position<kLastBackwardVecs>(
         thread,
         [&](const auto& vector, const auto& gradient) {
-          Acc d[kWidth], dz[kWidth], z[kWidth];
-          unpack(d, vector);
-          unpack(dz, gradient);
+          const GroupGradients<Acc, kWidth> gradients(p, vector, gradient, mean, of);
           FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
-            d[j] -= mean[j];
-            z[j] = d[j] * factor[j] + offset[j];
-          }
-          undo_activation<Y>(p, dz, z);
-          FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
-            alone[j] += dz[j];
-            by_d[j] += dz[j] * d[j];
+            alone[j] += gradients.dz[j];
+            by_d[j] += gradients.dz[j] * gradients.d[j];
           }
         },
         x, dy);
@@ -342,29 +335,24 @@ __global__ void __launch_bounds__(kLastThreads)
     table.row(4)[c] = -rstd * means.first;
   }
   __syncthreads();
-  Acc mean[kWidth], a[kWidth], offset[kWidth], b[kWidth], alone[kWidth];
+  Acc mean[kWidth], b[kWidth], alone[kWidth];
+  ChannelSlope<Acc[kWidth]> of;
   table.take(mean, 0, thread);
-  table.take(a, 1, thread);
+  table.take(of.slope, 1, thread);
   table.take(b, 2, thread);
-  table.take(offset, 3, thread);
+  table.take(of.offset, 3, thread);
   table.take(alone, 4, thread);
   const Acc scale = p.scale.as<Acc>();
   X* dx = static_cast<X*>(p.y) + thread.begin;
   each_position<kLastBackwardVecs>(
       thread,
       [&](const auto& vector, const auto& gradient) {
-        Acc d[kWidth], dz[kWidth], z[kWidth];
-        unpack(d, vector);
-        unpack(dz, gradient);
+        const GroupGradients<Acc, kWidth> gradients(p, vector, gradient, mean, of);
+        Acc values[kWidth];
         FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
-          d[j] -= mean[j];
-          z[j] = d[j] * a[j] + offset[j];
+          values[j] = gradients.dz[j] * (of.slope[j] * scale) + (gradients.d[j] * b[j] + alone[j]);
         }
-        undo_activation<Y>(p, dz, z);
-        FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
-          dz[j] = dz[j] * (a[j] * scale) + (d[j] * b[j] + alone[j]);
-        }
-        store_once(dx, round_to<X>(dz));
+        store_once(dx, round_to<X>(values));
         dx += thread.step;
       },
       x, dy);

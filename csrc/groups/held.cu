@@ -53,8 +53,8 @@ struct VectorChannels {
     }
   }
   // Calls set(j, number) with the number, head's or the next one's, of each element.
-  template <typename Number, typename Set>
-  FUSED_DEVICE void each(const Number* numbers, const Set& set) const {
+  template <typename Number>
+  FUSED_DEVICE void each(const Number* numbers, const auto& set) const {
     const Number of_head = numbers[head];
     if constexpr (kUnits > 1) {
       const Number of_next = numbers[next];
@@ -72,8 +72,8 @@ class Exchange {
 
   // combine(part, block) is called by one warp, whose lane k has the part of block k, or any part
   // if there is no such block; all lanes give the same result, which all threads of all blocks get.
-  template <typename Acc, typename Combine>
-  FUSED_DEVICE Pair<Acc> operator()(Pair<Acc> own, Pair<Acc> (&shared)[2], const Combine& combine) {
+  template <typename Acc>
+  FUSED_DEVICE Pair<Acc> operator()(Pair<Acc> own, Pair<Acc> (&shared)[2], const auto& combine) {
     if (blocks_ == 1) return own;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     namespace cg = cooperative_groups;
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kHeldThreads)
 #pragma unroll 2
       for (int v = threadIdx.x; v < own.vectors; v += blockDim.x) {
         const VectorChannels<kWidth, kUnits> channels(v, own, plan);
-        ChannelSlopes<Acc, kWidth> of;
+        ChannelSlope<Acc[kWidth]> of;
         channels.each(maps, [&](int j, const auto& map) {
           of.slope[j] = map.factor * statistics.second;
           of.offset[j] = map.offset;

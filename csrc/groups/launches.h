@@ -34,8 +34,8 @@ GroupLaunch launch_held_groups, launch_split_groups, launch_group_param_grad;
 // Calls then(X{}, Y{}, width) for the types, of x and of y or dy, and the width that kernels are
 // compiled for: kTypesWithKernels has each once with a weight of y's type. Kernels over planes have
 // half vectors, too, where x and y are of one type of half precision (plan.cpp's group_width).
-template <GroupLayout kLayout = GroupLayout::kPlanes, typename Then>
-cudaError_t dispatch_group_types(const GroupTypes& types, int width, const Then& then) {
+template <GroupLayout kLayout = GroupLayout::kPlanes>
+cudaError_t dispatch_group_types(const GroupTypes& types, int width, const auto& then) {
   return dispatch_types({types.x, types.y, types.y}, [&](auto t) -> cudaError_t {
     using T = decltype(t);
     using X = typename T::X;

@@ -32,8 +32,7 @@ struct GroupPartsOf {
   }
   FUSED_DEVICE int count() const { return plan.tiles * slices; }
   // use(elements, part) for part i.
-  template <typename Use_>
-  FUSED_DEVICE void with(int i, const Use_& use) const {
+  FUSED_DEVICE void with(int i, const auto& use) const {
     if (p.layout == GroupLayout::kPlanes) {
       use(vectors_of(plan, of_group, i) * plan.width, from[i]);
       return;

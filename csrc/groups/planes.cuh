@@ -72,14 +72,13 @@ FUSED_DEVICE void load_tile(Vec<X, kWidth> (&x)[kVecs], const void* from, int64_
   }
 }
 
-// The sums of some channels over the vectors of a tile, of which pairs[v] is that of vector v; a
-// barrier must stand in front. Each channel has `of_channel` units, of which a vector has kUnits,
-// and the tile begins at the first channel's unit `offset`. Where a channel begins within a vector,
-// tails[channel] has the sum of what is its own there. then(channel, sum) is called by one thread
-// for each channel.
-template <int kUnits = 1, typename Acc, typename Then>
+// The sums of some channels over the vectors of a tile, from the pairs[v] of its vectors; a barrier
+// must stand in front. A channel has `of_channel` units, a vector kUnits, and the tile begins at
+// the first channel's unit `offset`. Where a channel begins within a vector, tails[channel] is its
+// part of it. then(channel, sum) is called by one thread for each channel.
+template <int kUnits = 1, typename Acc>
 FUSED_DEVICE void sum_channels(const Pair<Acc>* pairs, const Pair<Acc>* tails, int channels,
-                               int of_channel, int offset, int vectors, const Then& then) {
+                               int of_channel, int offset, int vectors, const auto& then) {
   int lanes = 1;
   while (lanes < kWarpSize && lanes * kUnits < of_channel) lanes *= 2;
   const int at_once = kWarpSize / lanes, warps = blockDim.x / kWarpSize;
@@ -120,16 +119,16 @@ FUSED_DEVICE void apply_tile(const GroupPlan& plan, const GroupParams& p, const 
 }
 
 // Calls use(vector, its channel, gradients) for each vector of a thread.
-template <typename X, typename Y, int kWidth, int kVecs, typename Acc, typename Use_>
+template <typename X, typename Y, int kWidth, int kVecs, typename Acc>
 FUSED_DEVICE void each_gradient(const GroupPlan& plan, const GroupParams& p, const PlaneTile& tile,
                                 const Share<kVecs>& share, const Vec<X, kWidth> (&x)[kVecs],
                                 const Vec<Y, kWidth> (&dy)[kVecs], const ChannelMap<Acc>* maps,
-                                Pair<Acc> statistics, const Use_& use) {
+                                Pair<Acc> statistics, const auto& use) {
   with_activation<kActivationLoops<X, kWidth>>(p, [&](auto activation) {
     FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       const int v = share.vector(k);
       if (!share.has(k)) continue;
-      const ChannelSlope<Acc> of(maps[tile.channel_of(v, plan)], statistics.second);
+      const auto of = slope_of(maps[tile.channel_of(v, plan)], statistics.second);
       use(v, of, GroupGradients<Acc, kWidth>(p, x[k], dy[k], statistics.first, of, activation));
     }
   });

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
   constexpr int kVecs = kSegmentVectors / kWarpSize, kSlot = kSegmentVectors * kWidth;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ SplitState state;
-  const SplitWarp own(plan, p);
+  const SplitWarp own{plan, p};
   start(state, own);
   const SplitMeeting meeting(own);
 
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
   constexpr int kSlot = kBackwardSegmentVectors * kWidth;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ SplitState state;
-  const SplitWarp own(plan, p);
+  const SplitWarp own{plan, p};
   start(state, own);
   const SplitMeeting meeting(own);
 
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
         if (segment.vectors > 0) {
           if (at.step > 0 && measured.channel != segment.channel) leave();
           measured.enter(own, at.group, segment.channel);
-          const ChannelSlope<float> of(measured.map, statistics.second);
+          const auto of = slope_of(measured.map, statistics.second);
           if (own.lane == 0) state.maps[own.warp][at.slot] = {of.slope, of.offset};
           each(at, segment.vectors, statistics.first, of,
                [&](int, const auto& gradients) { sums += gradients.sums(); });
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
         const float2 map = state.maps[own.warp][at.slot];
         const DxOfGroup<float> of_group(p, {total.x, total.y}, total.w);
         X* const dx = static_cast<X*>(p.y) + at.group * own.group_elements + segment.begin * kWidth;
-        const ChannelSlope<float> of(map.x, map.y);
+        const ChannelSlope<float> of = {map.x, map.y};
         each(at, segment.vectors, total.z, of, [&](int v, const auto& gradients) {
           store_once(element(dx, v * kWidth), of_group.template dx<X>(gradients, of));
         });

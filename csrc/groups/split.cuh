@@ -45,20 +45,14 @@ static_assert(sizeof(SplitState) <= kReservedSharedMemory, "the plan leaves room
 struct SplitWarp {
   const GroupPlan& plan;
   const GroupParams& p;
-  int warp, lane, block;  // block: of the set
-  int first_group, sets, groups;
-  int64_t group_elements;
+  int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0);
+  int lane = threadIdx.x % kWarpSize;
+  int block = blockIdx.x % plan.blocks_per_group;  // of the set
+  int first_group = static_cast<int>(blockIdx.x / plan.blocks_per_group);
+  int sets = static_cast<int>(gridDim.x / plan.blocks_per_group);
+  int groups = static_cast<int>(p.samples * p.groups);
+  int64_t group_elements = plan.tile_channels * p.positions;
 
-  FUSED_DEVICE SplitWarp(const GroupPlan& its_plan, const GroupParams& params)
-      : plan(its_plan),
-        p(params),
-        warp(__shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0)),
-        lane(threadIdx.x % kWarpSize),
-        block(blockIdx.x % plan.blocks_per_group),
-        first_group(static_cast<int>(blockIdx.x / plan.blocks_per_group)),
-        sets(static_cast<int>(gridDim.x / plan.blocks_per_group)),
-        groups(static_cast<int>(p.samples * p.groups)),
-        group_elements(plan.tile_channels * p.positions) {}
   // The number of the warp among all warps of the blocks that share a group.
   FUSED_DEVICE int chunk() const { return block * kSplitWarps + warp; }
   // The vectors of a group in front of one of its warps.
@@ -133,10 +127,9 @@ struct SplitMeeting {
 // The collector: for each group combines the parts of the block's warps, exchanges them, and leaves
 // the totals. enter(group) is called in front, block_part(kept) gives the part of this block,
 // totals(group, slots, part) the group's totals.
-template <typename Enter, typename BlockPart, typename Totals>
 FUSED_DEVICE void run_collector(const SplitWarp& own, SplitState& state,
-                                const SplitMeeting& meeting, const Enter& enter,
-                                const BlockPart& block_part, const Totals& totals) {
+                                const SplitMeeting& meeting, const auto& enter,
+                                const auto& block_part, const auto& totals) {
   meeting.wait();
   const int blocks = own.plan.blocks_per_group;
   auto* const slots = static_cast<uint64_t*>(own.p.workspace);
@@ -172,9 +165,9 @@ FUSED_DEVICE void start(SplitState& state, const SplitWarp& own) {
 
 // Runs a warp's steps: bring(cursor) starts the copies of a segment, `kAhead` steps before
 // measure(cursor) takes what has come, and apply(cursor) uses it a last time.
-template <int kAhead, typename Bring, typename Measure, typename Apply>
-FUSED_DEVICE void run_steps(const SplitWarp& own, const SplitMeeting& meeting, const Bring& bring,
-                            const Measure& measure, const Apply& apply) {
+template <int kAhead>
+FUSED_DEVICE void run_steps(const SplitWarp& own, const SplitMeeting& meeting, const auto& bring,
+                            const auto& measure, const auto& apply) {
   SegmentCursor brought(own), measured(own), applied(own);
   const auto bring_next = [&] {
     if (brought.group < own.groups) {
@@ -205,8 +198,8 @@ FUSED_DEVICE void run_steps(const SplitWarp& own, const SplitMeeting& meeting, c
 
 // Calls body(vector) for a lane's vectors of a segment of up to kVecs * 32, all at once where it
 // has just so many.
-template <int kVecs, typename Body>
-FUSED_DEVICE void each_vector(int vectors, int lane, const Body& body) {
+template <int kVecs>
+FUSED_DEVICE void each_vector(int vectors, int lane, const auto& body) {
   if (vectors == kVecs * kWarpSize) {
     FUSED_UNROLL for (int k = 0; k < kVecs; ++k) body(k * kWarpSize + lane);
   } else {

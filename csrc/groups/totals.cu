@@ -32,8 +32,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
   store_param_grads(plan, p, blockIdx.x * kWarpSize, rows);
 }
 
-template <typename Then>
-cudaError_t dispatch_acc(const GroupTypes& types, const Then& then) {
+cudaError_t dispatch_acc(const GroupTypes& types, const auto& then) {
   return types.x == DataType::kFloat64 ? then(double{}) : then(float{});
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of heads; heads/backward.h says how it is laid out.
-#include "heads/backward.h"
+// Backward of heads; heads/plan.h says how it is laid out.
+#include "heads/plan.h"
 
 #include "base/launch.cuh"
 #include "device/pdl.cuh"

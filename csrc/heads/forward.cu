@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of heads: each row of q and k is normalized, then rotated. heads/forward.h says how rows
+// Forward of heads: each row of q and k is normalized, then rotated. heads/plan.h says how rows
 // are laid over warps.
-#include "heads/forward.h"
+#include "heads/plan.h"
 
 #include "base/launch.cuh"
 #include "heads/rotation.cuh"

@@ -55,8 +55,7 @@ struct HeadLane {
   }
 
   // Calls f(v, j) for the elements that the lane has.
-  template <typename F>
-  FUSED_DEVICE void each(const F& f) const {
+  FUSED_DEVICE void each(const auto& f) const {
     FUSED_UNROLL for (int v = 0; v < kVecs; ++v) {
       if (!has[v / 2]) continue;
       FUSED_UNROLL for (int j = 0; j < kWidth; ++j) f(v, j);
@@ -229,8 +228,7 @@ struct OfLane {
 };
 
 // Calls launch(OfLane{}) with the HeadLane that a plan's rows need.
-template <typename Launcher>
-cudaError_t dispatch_heads(const HeadsParams& params, int width, const Launcher& launch) {
+cudaError_t dispatch_heads(const HeadsParams& params, int width, const auto& launch) {
   const auto with_type = [&](auto of_type) {
     using X = decltype(of_type);
     constexpr int kWidth = vector_width(sizeof(X));

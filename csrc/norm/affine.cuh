@@ -85,28 +85,25 @@ struct ColumnAffine {
   static FUSED_DEVICE ColumnParameters<W> row(const ForwardParams& p, int64_t, int first_col) {
     return {p.weight, p.bias, first_col};
   }
-  template <typename Body>
-  static FUSED_DEVICE void for_row(const ForwardParams&, const Body& body) {
-    body(ColumnAffine{});
-  }
+  static FUSED_DEVICE void for_row(const ForwardParams&, const auto& body) { body(ColumnAffine{}); }
   template <typename Acc>
   static FUSED_DEVICE Acc apply(Acc xhat, Acc weight, Acc bias) {
     return xhat * weight + bias;
   }
-  template <typename Acc, int kWidth, typename Columns>
+  template <typename Acc, int kWidth>
   static FUSED_DEVICE void apply(const ForwardParams&, Acc (&values)[kWidth],
                                  const Acc (&weight)[kWidth], const Acc (&bias)[kWidth],
-                                 const Columns&) {
+                                 const auto&) {
     FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] = apply(values[j], weight[j], bias[j]);
   }
 };
 
 // xhat * (1 + scale) + shift.
 struct Modulate {
-  template <typename Acc, int kWidth, typename Columns>
+  template <typename Acc, int kWidth>
   static FUSED_DEVICE void apply(const ForwardParams&, Acc (&values)[kWidth],
                                  const Acc (&scale)[kWidth], const Acc (&shift)[kWidth],
-                                 const Columns&) {
+                                 const auto&) {
     FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       values[j] = values[j] * (Acc(1) + scale[j]) + shift[j];
     }
@@ -115,10 +112,10 @@ struct Modulate {
 
 // (xhat * weight + bias) * (1 + scale) + shift.
 struct AffineAndModulate {
-  template <typename Acc, int kWidth, typename Columns>
+  template <typename Acc, int kWidth>
   static FUSED_DEVICE void apply(const ForwardParams& p, Acc (&values)[kWidth],
                                  const Acc (&scale)[kWidth], const Acc (&shift)[kWidth],
-                                 const Columns& columns) {
+                                 const auto& columns) {
     Acc weight[kWidth], bias[kWidth];
     unpack(weight, columns(p.weight, Absent::kOnes));
     unpack(bias, columns(p.bias, Absent::kZeros));
@@ -143,18 +140,17 @@ struct MayBeAffineAndModulate {
     return {row_parameter<W>(m.scale, m.scale_rows, row, first_col, Absent::kZeros),
             row_parameter<W>(m.shift, m.shift_rows, row, first_col, Absent::kZeros)};
   }
-  template <typename Body>
-  static FUSED_DEVICE void for_row(const ForwardParams& p, const Body& body) {
+  static FUSED_DEVICE void for_row(const ForwardParams& p, const auto& body) {
     if (p.weight != nullptr || p.bias != nullptr) {
       body(AffineAndModulate{});
     } else {
       body(Modulate{});
     }
   }
-  template <typename Acc, int kWidth, typename Columns>
+  template <typename Acc, int kWidth>
   static FUSED_DEVICE void apply(const ForwardParams& p, Acc (&values)[kWidth],
                                  const Acc (&scale)[kWidth], const Acc (&shift)[kWidth],
-                                 const Columns& columns) {
+                                 const auto& columns) {
     for_row(p, [&](auto affine) { affine.apply(p, values, scale, shift, columns); });
   }
 };

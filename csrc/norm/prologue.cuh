@@ -39,8 +39,8 @@ struct Plain {
       return {to_acc(*x), sizeof(X) == 2 ? 0 : to_acc(x[cols > 1])};
     }
 
-    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = EvictFirst>
-    FUSED_DEVICE void load(Vec<X, kWidth> (&out)[kVecs], const Share& share,
+    template <Use kUse, int kWidth, int kVecs, typename Policy = EvictFirst>
+    FUSED_DEVICE void load(Vec<X, kWidth> (&out)[kVecs], const auto& share,
                            Policy policy = Policy{}) const {
       FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
         out[k] = {};
@@ -51,10 +51,10 @@ struct Plain {
       }
     }
 
-    template <int kWidth, int kVecs, typename Team, int kMayMiss, typename Then>
+    template <int kWidth, int kVecs, typename Team, int kMayMiss>
     FUSED_DEVICE void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team&,
                                    const RaggedShare<kVecs, kWidth, kMayMiss>& share, bool,
-                                   const Then& then) const {
+                                   const auto& then) const {
       fused_layernorm::load_shifted<0>(out, ShiftedRow<const X, kWidth>(x), share, then);
       keep_columns(out, share);
     }
@@ -96,9 +96,9 @@ struct Adding {
     }
 
     // The sum of residual `x` and input `added` at a thread's vector k, rounded once.
-    template <int kWidth, typename Share>
+    template <int kWidth>
     FUSED_DEVICE Vec<X, kWidth> sum_of(const Vec<X, kWidth>& x, const Vec<In, kWidth>& added,
-                                       const Share& share, int k) const {
+                                       const auto& share, int k) const {
       Vec<W, kWidth> gates = {};
       if constexpr (kGated) gates = load_share<kWidth>(gate, share, k);
       acc_t<X> sum[kWidth], summand[kWidth], factor[kWidth];
@@ -115,8 +115,8 @@ struct Adding {
       return round_to<X>(sum);
     }
 
-    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = EvictFirst>
-    FUSED_DEVICE void load(Vec<X, kWidth> (&out)[kVecs], const Share& share,
+    template <Use kUse, int kWidth, int kVecs, typename Policy = EvictFirst>
+    FUSED_DEVICE void load(Vec<X, kWidth> (&out)[kVecs], const auto& share,
                            Policy policy = Policy{}) const {
       FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
         out[k] = {};
@@ -143,10 +143,10 @@ struct Adding {
     }
 
     // Nothing is stored for a team without a row of its own (`valid_row` is false).
-    template <int kWidth, int kVecs, typename Team, int kMayMiss, typename Then>
-    FUSED_DEVICE void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team& team,
+    template <int kWidth, int kVecs, int kMayMiss>
+    FUSED_DEVICE void load_shifted(Vec<X, kWidth> (&out)[kVecs], const auto& team,
                                    const RaggedShare<kVecs, kWidth, kMayMiss>& share,
-                                   bool valid_row, const Then& then) const {
+                                   bool valid_row, const auto& then) const {
       fused_layernorm::load_shifted<0>(out, ShiftedRow<const X, kWidth>(residual), share, then);
       const ShiftedRow<const In, kWidth> added_row(input);
       const auto add = [&](auto first, auto count) {
@@ -186,8 +186,7 @@ struct OrPlain {
         : p(params), row(its_row), first_col(its_first_col) {}
 
     // Calls the body with this row as one of the prologue that applies, Sum or Plain.
-    template <typename Body>
-    FUSED_DEVICE auto as_it_is(const Body& body) const {
+    FUSED_DEVICE auto as_it_is(const auto& body) const {
       if (p.residual != nullptr) return body(typename Sum::template Row<T>(p, row, first_col));
       return body(Plain::Row<T>(p, row, first_col));
     }
@@ -195,15 +194,15 @@ struct OrPlain {
     FUSED_DEVICE Pair<typename T::Acc> first_elements(int cols) const {
       return as_it_is([&](const auto& as) { return as.first_elements(cols); });
     }
-    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = EvictFirst>
-    FUSED_DEVICE void load(Vec<X, kWidth> (&out)[kVecs], const Share& share,
+    template <Use kUse, int kWidth, int kVecs, typename Policy = EvictFirst>
+    FUSED_DEVICE void load(Vec<X, kWidth> (&out)[kVecs], const auto& share,
                            Policy policy = Policy{}) const {
       as_it_is([&](const auto& as) { as.template load<kUse>(out, share, policy); });
     }
-    template <int kWidth, int kVecs, typename Team, int kMayMiss, typename Then>
-    FUSED_DEVICE void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team& team,
+    template <int kWidth, int kVecs, int kMayMiss>
+    FUSED_DEVICE void load_shifted(Vec<X, kWidth> (&out)[kVecs], const auto& team,
                                    const RaggedShare<kVecs, kWidth, kMayMiss>& share,
-                                   bool valid_row, const Then& then) const {
+                                   bool valid_row, const auto& then) const {
       as_it_is([&](const auto& as) { as.load_shifted(out, team, share, valid_row, then); });
     }
   };

@@ -87,8 +87,8 @@ struct DxRow {
   }
 
   // The same at a thread's share of the row, as far as it has vectors.
-  template <int kWidth, int kVecs, typename Share>
-  FUSED_DEVICE void load_added(Vec<X, kWidth> (&into)[kVecs], const Share& share) const {
+  template <int kWidth, int kVecs>
+  FUSED_DEVICE void load_added(Vec<X, kWidth> (&into)[kVecs], const auto& share) const {
     FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       if (share.has(k)) into[k] = added<kWidth>(share.vector(k) * kWidth);
     }
@@ -137,8 +137,7 @@ struct KeptRow {
       g[k][j] = gradients.g[j];
     }
   }
-  template <typename Share>
-  FUSED_DEVICE void store(const DxRow<N>& dx_row, const Share& share, Pair<typename N::Acc> means,
+  FUSED_DEVICE void store(const DxRow<N>& dx_row, const auto& share, Pair<typename N::Acc> means,
                           typename N::Acc rstd,
                           const Vec<typename N::X, kWidth> (&added)[kVecs]) const {
     FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {

@@ -33,8 +33,8 @@ FUSED_DEVICE Acc tree_sum(const Acc (&values)[kWidth]) {
 
 // The sum over a thread's vectors, in parts of `kColumnSumGroup` vectors. `add_up(from, total)`
 // adds up the values of the vectors from number `from` on, column by column.
-template <int kColumnSumGroup, int kVecs, int kWidth, typename Acc, typename AddUp>
-FUSED_DEVICE Acc sum_of_parts(const AddUp& add_up) {
+template <int kColumnSumGroup, int kVecs, int kWidth, typename Acc>
+FUSED_DEVICE Acc sum_of_parts(const auto& add_up) {
   static_assert(kVecs % kColumnSumGroup == 0);
   Acc sum;
   FUSED_UNROLL for (int from = 0; from < kVecs; from += kColumnSumGroup) {
@@ -73,15 +73,13 @@ struct Moments {
 // RMSNorm (`is_rms`) is the same norm with a mean that counts as zero: its variance is then the
 // mean of the squares. The mean is chosen, not multiplied by zero, because it may be Inf.
 struct MeanAndVariance {
-  // The pivot, which is subtracted from each of some elements before they are summed up. It depends
-  // on the first two of the elements. Where the first element is large beside their difference, the
-  // mean is large, and the pivot is the first element: the sum then stays of the order of the
-  // deviations, and the sum of a constant row is exactly zero. Otherwise the pivot is zero. With
-  // the first element as the pivot the sum would be as large as that element times the number of
-  // elements, and be rounded accordingly (float32, 1024 columns of mean 0 and deviation 1, rms
-  // errors: mean 4.0e-8 and y 6.9e-8 with the first element, 1.0e-8 and 5.7e-8 by this rule). In
-  // half precision the pivot is always the first element, because a thread's own sum is exact with
-  // either pivot.
+  // The pivot, which is subtracted from elements before they are summed up. Where the first one is
+  // large beside its difference to the second, the mean is large and the pivot is the first
+  // element: the sum stays of the order of the deviations, and is zero for a constant row.
+  // Otherwise it is zero, as the sum would be rounded as that element times their number is
+  // (float32, 1024 columns of mean 0 and deviation 1, rms errors: mean 4.0e-8 and y 6.9e-8 with the
+  // first element, 1.0e-8 and 5.7e-8 by this rule). In half precision, where a thread's sum is
+  // exact either way, it is always the first.
   template <typename X, typename Acc>
   static FUSED_DEVICE Acc pivot(Pair<Acc> first) {
     constexpr Acc kLarge = 4;
@@ -92,9 +90,8 @@ struct MeanAndVariance {
   // A thread's part of the two sums from which moments are computed: of x - pivot, and of the
   // squared deviations from the mean. Every `kColumnSumGroup` vectors are summed up by themselves,
   // and these sums are then added in order.
-  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Share, typename Acc>
-  static FUSED_DEVICE Acc sum_from(const Vec<X, kWidth> (&x)[kVecs], const Share& share,
-                                   Acc pivot) {
+  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Acc>
+  static FUSED_DEVICE Acc sum_from(const Vec<X, kWidth> (&x)[kVecs], const auto& share, Acc pivot) {
     // The sum of a few half-precision values is exact in float32, so the pivots of all these values
     // are subtracted at once. This comes first, because the pivot is loaded first.
     constexpr bool kExact = sizeof(X) == 2;
@@ -116,8 +113,8 @@ struct MeanAndVariance {
     });
   }
 
-  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Share, typename Acc>
-  static FUSED_DEVICE Acc squared_deviations(const Vec<X, kWidth> (&x)[kVecs], const Share& share,
+  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Acc>
+  static FUSED_DEVICE Acc squared_deviations(const Vec<X, kWidth> (&x)[kVecs], const auto& share,
                                              Acc mean) {
     if constexpr (kColumnSumGroup == 1 && kWidth > 1) {
       return squared_deviations_by_vectors(x, share, mean);
@@ -138,9 +135,9 @@ struct MeanAndVariance {
   // The same, each vector by itself. Several strategies sum up a row in this way and must get the
   // same bits, so it is written out which of two squares is rounded before they are added: left to
   // itself, the compiler chooses one or the other.
-  template <typename X, int kWidth, int kVecs, typename Share, typename Acc>
+  template <typename X, int kWidth, int kVecs, typename Acc>
   static FUSED_DEVICE Acc squared_deviations_by_vectors(const Vec<X, kWidth> (&x)[kVecs],
-                                                        const Share& share, Acc mean) {
+                                                        const auto& share, Acc mean) {
     constexpr int kHalf = kWidth / 2;
     return sum_of_parts<1, kVecs, kHalf, Acc>([&](int k, Acc(&squares)[kHalf]) {
       Acc values[kWidth];
@@ -168,22 +165,20 @@ struct MeanAndVariance {
   //   pivot    the pivot of these columns
   //   inverse  inverse(): the Reciprocal of the number of columns
   //   sum      sum(value, n): the sum over all threads that work on these columns, for n = 0 and 1
-  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Share, typename Acc,
-            typename Inverse, typename Sum>
+  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Acc>
   static FUSED_DEVICE Moments<Acc> measure(bool is_rms, const Vec<X, kWidth> (&x)[kVecs],
-                                           const Share& share, Acc pivot, const Inverse& inverse,
-                                           const Sum& sum) {
+                                           const auto& share, Acc pivot, const auto& inverse,
+                                           const auto& sum) {
     const Acc total = sum(sum_from<kColumnSumGroup>(x, share, pivot), 0);
     const Acc mean = mean_of(is_rms, inverse(), pivot, total);
     return {mean, sum(squared_deviations<kColumnSumGroup>(x, share, mean), 1)};
   }
 
   // The moments of a row from those of its parts, by one warp; every lane gets them. `each(f)`
-  // calls f(columns, moments) for each of a lane's parts, and `pivot` is the mean of one part.
-  // Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-  // variances", 1979, for many parts at once.
-  template <typename Acc, typename Each>
-  static FUSED_DEVICE Moments<Acc> combine(const Each& each, Acc pivot, Acc inverse_cols) {
+  // calls f(columns, moments) for each of a lane's parts; `pivot` is the mean of one part. (Chan,
+  // Golub and LeVeque, 1979, for many parts at once.)
+  template <typename Acc>
+  static FUSED_DEVICE Moments<Acc> combine(const auto& each, Acc pivot, Acc inverse_cols) {
     Acc sum = 0;
     each([&](Acc cols, const auto& part) { sum += cols * (part.first - pivot); });
     const Acc mean = pivot + warp_sum(sum) * inverse_cols;

@@ -63,8 +63,8 @@ constexpr bool kIsOneType =
     is_one_type(kTypeOf<typename T::X>, kTypeOf<typename T::W>, kTypeOf<typename T::Y>);
 
 // Calls launch(Types{}) for the entry of kTypesWithKernels that these types are.
-template <size_t kEntry = 0, typename Launcher>
-cudaError_t dispatch_types(const DataTypes& types, const Launcher& launch) {
+template <size_t kEntry = 0>
+cudaError_t dispatch_types(const DataTypes& types, const auto& launch) {
   if constexpr (kEntry < std::size(kTypesWithKernels)) {
     constexpr DataType x = kTypesWithKernels[kEntry][0], weight = kTypesWithKernels[kEntry][1],
                        y = kTypesWithKernels[kEntry][2];
@@ -78,8 +78,7 @@ cudaError_t dispatch_types(const DataTypes& types, const Launcher& launch) {
 }
 
 // The same for strategies that have no kernels of float64.
-template <typename Launcher>
-cudaError_t dispatch_types_but_float64(const DataTypes& types, const Launcher& launch) {
+cudaError_t dispatch_types_but_float64(const DataTypes& types, const auto& launch) {
   return dispatch_types(types, [&](auto t) -> cudaError_t {
     if constexpr (kIsFloat64<decltype(t)>) {
       return cudaErrorInvalidValue;
