@@ -15,7 +15,8 @@ struct Block : Persistent {
 
   static std::optional<Block> make(const Problem& problem, const Device& device,
                                    const Forced& forced);
-  void describe(auto& json) const {
+  template <typename Json>
+  void describe(Json& json) const {
     Persistent::describe(json);
     json.add(partials).add("as_slices", as_slices);
   }

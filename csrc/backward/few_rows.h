@@ -56,7 +56,8 @@ struct FewRows : OneRowATeam {
 
   static std::optional<FewRows> make(const Problem& problem, const Device& device,
                                      const Forced& forced);
-  void describe(auto& json) const {
+  template <typename Json>
+  void describe(Json& json) const {
     OneRowATeam::describe(json);
     json.add("column_blocks", column_blocks);
   }

@@ -25,7 +25,10 @@ struct Gate : Launch {
   // Of the problem it reads rows, cols, x, aligned, needs_dparams, needs_column_grads and
   // group_rows. No part of it can be forced.
   static Gate make(const Problem& problem, const Device& device);
-  void describe(auto& json) const { json.add("width", width).add("chunks", chunks).add(parts); }
+  template <typename Json>
+  void describe(Json& json) const {
+    json.add("width", width).add("chunks", chunks).add(parts);
+  }
 };
 
 // Blocks a multiprocessor, all of which run at once.

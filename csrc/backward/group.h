@@ -33,7 +33,8 @@ struct Group : Persistent {
 
   static std::optional<Group> make(const Problem& problem, const Device& device,
                                    const Forced& forced);
-  void describe(auto& json) const {
+  template <typename Json>
+  void describe(Json& json) const {
     Persistent::describe(json);
     json.add(parts);
   }

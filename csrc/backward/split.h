@@ -23,7 +23,8 @@ struct Split : Persistent {
   bool meets() const { return slices.count > 1; }
   static std::optional<Split> make(const Problem& problem, const Device& device,
                                    const Forced& forced);
-  void describe(auto& json) const {
+  template <typename Json>
+  void describe(Json& json) const {
     Persistent::describe(json);
     json.add(partials).add(slices).add("lag", lag).add("has_collector", has_collector);
   }

@@ -32,7 +32,8 @@ struct Stream : Launch {
 
   static std::optional<Stream> make(const Problem& problem, const Device& device,
                                     const Forced& forced);
-  void describe(auto& json) const {
+  template <typename Json>
+  void describe(Json& json) const {
     json.add("width", width).add(chunks).add("totals_offset", totals_offset);
     add_sums(json, *this);
   }

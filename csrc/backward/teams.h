@@ -101,7 +101,8 @@ struct Persistent : Launch {
   bool stays_in_l2 = false;         // bulk: x and dy stay in L2 as other data does
   PartialSums partials;
 
-  void describe(auto& json) const {
+  template <typename Json>
+  void describe(Json& json) const {
     json.add("width", width).add("vecs", vecs).add("team_threads", team_threads);
     json.add("teams", teams).add("stage_cols", stage_cols).add("bulk", bulk);
     json.add("stages", stages).add("stays_in_l2", stays_in_l2);
@@ -115,7 +116,8 @@ struct OneRowATeam : Launch {
   int team_threads = 1;   // on one row: a logical warp's lanes, or whole warps
   bool by_lanes = false;  // the team is a logical warp
 
-  void describe(auto& json) const {
+  template <typename Json>
+  void describe(Json& json) const {
     json.add("width", width).add("vecs", vecs).add("team_threads", team_threads);
     json.add("teams", threads / team_threads).add("by_lanes", by_lanes);
   }

@@ -57,7 +57,8 @@ struct Warp : Launch {
 
   static std::optional<Warp> make(const Problem& problem, const Device& device,
                                   const Forced& forced);
-  void describe(auto& json) const {
+  template <typename Json>
+  void describe(Json& json) const {
     json.add("width", width).add("vecs", vecs).add("lanes", lanes);
     json.add("chain_rows", chain_rows).add("second_sums_offset", second_sums_offset);
     add_sums(json, *this);

@@ -32,7 +32,8 @@ struct Channels : Launch {
   int weight_bytes = 0;  // of one of the two
   PartialSums partials;
 
-  void describe(auto& json) const {
+  template <typename Json>
+  void describe(Json& json) const {
     json.add(tiles).add("dy_channels_last", dy_channels_last);
     json.add("dx_channels_last", dx_channels_last).add(partials);
   }

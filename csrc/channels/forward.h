@@ -24,7 +24,10 @@ struct Channels : Launch {
   int y_offset = 0;            // of the tile of y: that of x, but where y is wider
   bool channels_last = false;  // y has the channels of a pixel side by side, x has not
 
-  void describe(auto& json) const { json.add(tiles).add("channels_last", channels_last); }
+  template <typename Json>
+  void describe(Json& json) const {
+    json.add(tiles).add("channels_last", channels_last);
+  }
 };
 
 }  // namespace forward

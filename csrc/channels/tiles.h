@@ -28,7 +28,8 @@ struct Tiles {
   int movers = 1;        // threads that a block has at least, to move pixels
   bool is_run = false;   // the tile is a whole sample, which is one run of memory
 
-  void describe(auto& json) const {
+  template <typename Json>
+  void describe(Json& json) const {
     json.add("width", width).add("tile_pixels", tile_pixels).add("tiles", tiles);
     json.add("channel_step", channel_step).add("movers", movers).add("is_run", is_run);
   }
@@ -146,8 +147,9 @@ inline Tiles least_tiles(const Problem& problem, const ChannelMap& map, const Ti
 
 // The tiles for a problem, of up to so many lines. `fits` says whether tiles fit into shared
 // memory, as the least have to.
+template <typename Fits>
 Tiles tiles_of(const Problem& problem, const ChannelMap& map, const TileNeeds& needs, int lines,
-               const Device& device, const auto& fits) {
+               const Device& device, const Fits& fits) {
   const int size = size_of(problem.x);
   const int64_t channels = problem.cols, pixels = map.pixels, samples = map.samples;
   const int64_t most_pixels = most_tile_pixels(problem, needs);

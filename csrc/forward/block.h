@@ -59,7 +59,8 @@ struct Block : InRegisters {
 
   static std::optional<Block> make(const Problem& problem, const Device& device,
                                    const Forced& forced);
-  void describe(auto& json) const {
+  template <typename Json>
+  void describe(Json& json) const {
     json.add("stays_in_l2", stays_in_l2).add("vecs", vecs).add("moves", moves).add("early", early);
   }
 };

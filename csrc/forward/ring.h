@@ -38,7 +38,8 @@ struct Ring : Launch {
   bool meets() const { return blocks_per_row > 1; }
   static std::optional<Ring> make(const Problem& problem, const Device& device,
                                   const Forced& forced);
-  void describe(auto& json) const {
+  template <typename Json>
+  void describe(Json& json) const {
     json.add("blocks_per_row", blocks_per_row).add("spans", spans).add("stages", stages);
     json.add("long", is_long);
   }

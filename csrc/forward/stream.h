@@ -27,7 +27,8 @@ struct Stream : Launch {
   int64_t totals_offset = 0;  // in the workspace: mean and rstd of every row
 
   static std::optional<Stream> make(const Problem& problem, const Device&, const Forced& forced);
-  void describe(auto& json) const {
+  template <typename Json>
+  void describe(Json& json) const {
     json.add("width", width).add(chunks).add("totals_offset", totals_offset);
   }
 };

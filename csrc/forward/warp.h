@@ -28,7 +28,8 @@ struct Warp : InRegisters {
 
   static std::optional<Warp> make(const Problem& problem, const Device& device,
                                   const Forced& forced);
-  void describe(auto& json) const {
+  template <typename Json>
+  void describe(Json& json) const {
     json.add("stays_in_l2", stays_in_l2).add("vecs", vecs).add("lanes", lanes).add("moves", moves);
   }
 };

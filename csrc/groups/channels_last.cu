@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kLastThreads)
   each_group(p, thread, [&](int g, int begin, int end) {
     const int width = end - begin, all = width * rows;
     const double about = parts[min(begin, columns - 1)].first;
-    Pair<double> sums;  // as those of totals.cu
+    Pair<double> sums;  // as those of parts.cuh
     for (int i = threadIdx.x % kGroupLanes; i < all; i += kGroupLanes) {
       const int row = i / width;
       const Pair<Acc> part = parts[row * columns + begin + i - row * width];
@@ -360,37 +360,27 @@ __global__ void __launch_bounds__(kLastThreads)
 
 }  // namespace
 
-cudaError_t launch_last_measure(const GroupParams& params, const GroupTypes& types,
-                                const GroupPlan& plan, cudaStream_t stream) {
+cudaError_t launch_channels_last(const GroupParams& params, const GroupTypes& types,
+                                 const GroupPlan& plan, cudaStream_t stream) {
   return dispatch_group_types<GroupLayout::kChannelsLast>(
-      types, plan.width, [&](auto x, auto y, auto width) {
+      types, plan.width, [&](auto x, auto y, auto width) -> cudaError_t {
         using X = decltype(x);
         using Y = decltype(y);
-        const int64_t numbers = int64_t{plan.columns} * plan.width * int64_t{sizeof(acc_t<X>)};
-        const int64_t pairs = 2 * plan.rows * numbers;
+        const int64_t acc = sizeof(acc_t<X>), numbers = int64_t{plan.columns} * plan.width * acc;
         Launch tiles = plan;
-        tiles.shared_bytes = static_cast<int>(pairs + (types.backward ? 4 * numbers : 0));
-        const auto kernel =
-            types.backward ? last_sums_kernel<X, Y, width()> : last_moments_kernel<X, width()>;
-        return launch(kernel, tiles, stream, plan, params);
-      });
-}
-
-cudaError_t launch_last_apply(const GroupParams& params, const GroupTypes& types,
-                              const GroupPlan& plan, cudaStream_t stream) {
-  return dispatch_group_types<GroupLayout::kChannelsLast>(
-      types, plan.width, [&](auto x, auto y, auto width) {
-        using X = decltype(x);
-        using Y = decltype(y);
-        const int64_t acc = sizeof(acc_t<X>);
-        const int64_t numbers = int64_t{plan.columns} * plan.width * (types.backward ? 5 : 3);
-        Launch tiles = plan;
-        if (types.backward) tiles.blocks += param_grad_blocks(params);
         tiles.shared_bytes =
-            static_cast<int>(std::max(acc * numbers, types.backward ? 2 * acc * plan.threads : 0));
-        const auto kernel =
+            static_cast<int>(2 * plan.rows * numbers + (types.backward ? 4 * numbers : 0));
+        const auto measure =
+            types.backward ? last_sums_kernel<X, Y, width()> : last_moments_kernel<X, width()>;
+        cudaError_t error = launch(measure, tiles, stream, plan, params);
+        if (error == cudaSuccess) error = launch_group_totals(params, types, plan, stream);
+        if (error != cudaSuccess) return error;
+        if (types.backward) tiles.blocks += param_grad_blocks(params);
+        tiles.shared_bytes = static_cast<int>(
+            types.backward ? std::max(5 * numbers, 2 * acc * plan.threads) : 3 * numbers);
+        const auto apply =
             types.backward ? last_dx_kernel<X, Y, width()> : last_apply_kernel<X, Y, width()>;
-        return launch_early(plan.starts_early, kernel, tiles, stream, plan, params);
+        return launch_early(plan.starts_early, apply, tiles, stream, plan, params);
       });
 }
 
