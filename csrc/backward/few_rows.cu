@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of few rows, in one launch: blocks on columns compute dweight and dbias, and beside them
-// blocks on rows compute dx. So x and dy are read twice, the second time from L2, but no partial
-// sums are left to a second launch.
+// Backward of few rows, in one launch: blocks on columns compute dweight and dbias beside blocks on
+// rows, which compute dx. x and dy are read twice, the second time from L2.
 #include "backward/few_rows.h"
 #include "backward/row_team.cuh"
 #include "base/launch.cuh"
@@ -10,9 +9,8 @@
 namespace fused_layernorm {
 namespace {
 
-// dweight and dbias of kCols columns, by one block. kLanes neighbouring threads have one vector
-// each of these columns; the other threads have the same columns of other rows. The order of the
-// sums is fixed.
+// dweight and dbias of kCols columns, by one block. kLanes neighbouring threads have a vector each
+// of these columns; the others have other rows. The order of the sums is fixed.
 template <typename N, int kWidth>
 struct ColumnGradients {
   using Acc = typename N::Acc;
@@ -126,8 +124,7 @@ FUSED_DEVICE void few_rows_dx(const BackwardParams& p, const TeamLayout& layout,
                                 parameters.factor.template load<kWidth>(col),
                                 parameters.summand.template load<kWidth>(col));
   };
-  // xhat and g stay in registers between the row's sums and its dx, if there are registers for
-  // them.
+  // xhat and g stay in registers between the row's sums and its dx, if there are enough.
   constexpr bool kKeep = few_rows_keep(kWidth, kVecs, sizeof(X), N::Epilogue::kMayActivate);
   KeptRow<N, kWidth, kKeep ? kVecs : 1> kept;
   Pair<Acc> sums;

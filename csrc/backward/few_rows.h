@@ -16,15 +16,13 @@ static_assert(registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThre
                   registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThread, true)) ==
                       128,
               "half the registers of the persistent blocks do without running sums");
-// With few rows a team owns a row as in the kernels for many rows: as a logical warp, or as whole
-// warps.
+// A team owns a row as in the kernels for many rows: as a logical warp, or as whole warps.
 template <int kWidth, int kXSize>
 using FewRowsVecs =
     std::conditional_t<kWidth == 1, VecsList<8, kKeptColsPerThread>,
                        std::conditional_t<kXSize == 4, VecsList<2, 4, 8>, VecsList<2, 4>>>;
 // There are kernels for all rows that teams for many rows keep in registers, but for a dy narrower
-// than x. For longer rows there are kernels only where nothing is fused and all tensors are of one
-// type.
+// than x; for longer ones only where nothing is fused and all tensors are of one type.
 constexpr bool has_few_rows_kernel(DataType x, DataType weight, DataType y, bool fused,
                                    bool keeps) {
   return keeps ? !is_narrowed(x, y) : !fused && is_one_type(x, weight, y);
@@ -71,8 +69,7 @@ inline bool has_few_rows(const Problem& problem, const Device& device) {
              l2_limits(device).read_again;
 }
 
-// Lays out blocks of `teams` teams: blocks on rows compute dx, and blocks on columns beside them
-// compute dweight and dbias.
+// Lays out blocks of `teams` teams: those on rows, for dx, and those on columns beside them.
 inline void lay_out_few_rows(FewRows& plan, const Problem& problem, int teams) {
   const int x_size = size_of(problem.x);
   plan.threads = plan.team_threads * teams;
@@ -113,8 +110,7 @@ inline std::optional<FewRows> FewRows::make(const Problem& problem, const Device
   FewRows plan;
   plan.width = width_of(problem);
   int teams;
-  // A row's dx has to be the same in any batch, so a team owns a row in the same way as where there
-  // are many rows.
+  // A row's dx is the same in any batch: a team owns a row as where there are many rows.
   if (const auto lanes = lanes_of(problem, forced); lanes && has_kernel(true)) {
     plan.vecs = lanes->vecs;
     plan.team_threads = lanes->lanes;

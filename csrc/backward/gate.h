@@ -39,8 +39,7 @@ inline Gate Gate::make(const Problem& problem, const Device& device) {
   plan.width = width_of(problem);
   plan.threads = kGateThreads;
   plan.chunks = static_cast<int>(ceil_div(problem.cols, gate_cols(plan.width)));
-  // All blocks run at once, and there is at most one set for each kGateWarps rows, rounded up, so
-  // that few warps are without a row.
+  // All blocks run at once, at most one set for each kGateWarps rows: few warps have no row.
   const int64_t room = int64_t{kGateBlocks} * device.sms;
   const int64_t sets =
       std::clamp<int64_t>(room / plan.chunks, 1, ceil_div(problem.rows, kGateWarps));

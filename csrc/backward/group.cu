@@ -47,8 +47,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   using X = typename N::X;
   using W = typename N::W;
   constexpr bool kGated = N::Prologue::kGated;
-  // Whether xhat and g of a row stay in registers between its sums and its dx. Otherwise they are
-  // computed again from the ring.
+  // Whether xhat and g of a row stay in registers until its dx, or are computed again.
   constexpr bool kKeep = group_holds_row(kVecs * kWidth <= kKeptColsPerThread, kGated);
   static_assert(kVecs * kWidth <= kBackwardColsPerThread, "a thread has registers for so many");
   static_assert(kBulk || kKeep, "only a ring holds a row for a second read");

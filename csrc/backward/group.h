@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The strategy "group", for modulated rows: each block has whole rows, of one group after the
-// other.
+// The strategy "group", for modulated rows: a block has whole rows, of one group after the other.
 #pragma once
 
 #include "backward/teams.h"
@@ -13,9 +12,8 @@ constexpr bool has_group_kernel(int width, int x_size, bool bulk, bool keeps) {
   return bulk ? has_ring_kernels(width, x_size, false) : x_size != 8 && keeps;
 }
 
-// Whether a thread of such a block keeps xhat and g of a row in registers. Otherwise they are
-// computed again from the ring: always beside a gate, whose third running sum takes those
-// registers.
+// Whether a thread of such a block keeps xhat and g of a row in registers. Beside a gate, whose
+// third running sum takes those registers, they are computed again.
 constexpr bool group_holds_row(bool keeps, bool gated) { return keeps && !gated; }
 
 // Whether such blocks also compute the gradient of a gate. For longer rows, and for unaligned

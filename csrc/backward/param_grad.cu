@@ -73,8 +73,7 @@ FUSED_DEVICE void no_factor(Acc (&factors)[kWidth], int64_t) {
   FUSED_UNROLL for (int j = 0; j < kWidth; ++j) factors[j] = 1;
 }
 
-// The first part of a group and the number of its parts. GroupParts in base/partial_sums.h says
-// where parts lie.
+// The first part of a group and the number of its parts (GroupParts in base/partial_sums.h).
 struct PartsOfGroup {
   int64_t first, count;
 
@@ -169,8 +168,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
   }
 }
 
-// dweight and dbias under a modulation: the sums over all groups of (1 + scale) * a and
-// (1 + scale) * c.
+// dweight and dbias under a modulation: the sums of (1 + scale) * a and (1 + scale) * c.
 template <typename Acc, typename W, int kWidth>
 __global__ void __launch_bounds__(kMostWarps* kWarpSize)
     modulated_param_grad_kernel(const int64_t sums_offset, const BackwardParams p) {
@@ -211,8 +209,7 @@ Launch grad_launch(int chunks, int64_t groups, int64_t parts_of_group, int most 
   return {groups * chunks, kWarpSize * warps};
 }
 
-// Calls then(types, width, chunks) with the columns that a thread has at once, and the blocks that
-// a row takes.
+// Calls then(types, width, chunks) with the columns of a thread, and the blocks of a row.
 cudaError_t dispatch_grads(const DataTypes& types, int cols, const auto& then) {
   return dispatch_types(types, [&](auto t) {
     constexpr int kMostWidth = vector_width(sizeof(typename decltype(t)::Acc));

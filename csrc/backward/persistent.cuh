@@ -164,9 +164,8 @@ struct PersistentRows {
         parameters(parameters_of<N>(p, first_col)),
         reads_x(N::Affine::kModulates || needs_x(p)) {}
 
-  // With a ring, copies the parameters to shared memory and prepares the ring; one thread of each
-  // team then calls fill_first(). All threads of the block call; those of a warp that belongs to no
-  // team have `in_team` = false.
+  // With a ring, copies the parameters to shared memory and prepares the ring, which one thread of
+  // each team fills by fill_first(). All threads of the block call, also those `in_team` = false.
   FUSED_DEVICE void start(const BlockTeam& team, bool in_team, const auto& fill_first) const {
     if constexpr (kBulk) {
       if constexpr (!N::Affine::kModulates) {
@@ -192,8 +191,7 @@ struct PersistentRows {
   FUSED_DEVICE void fill(int stage, int64_t row) const {
     ring.fill(p, first_col, cols, stage, row, reads_x);
   }
-  // Called in iteration i: refills the stage of the row of `held` iterations ago. No thread of the
-  // team may read that row any more.
+  // In iteration i: refills the stage of the row of `held` iterations ago, which nobody reads.
   FUSED_DEVICE void refill(const BlockTeam& team, const SliceWork& work, const RingPosition& at,
                            int i, int held) const {
     if (kBulk && team.thread == 0 && i >= held) {
@@ -214,8 +212,7 @@ struct PersistentRows {
     }
   }
 
-  // Calls use(k, gradients) for all of this thread's vectors of a row. At a missing vector dz and g
-  // are zero.
+  // Calls use(k, gradients) for this thread's vectors of a row; at missing ones dz and g are zero.
   FUSED_DEVICE void with_gradients(int stage, int64_t row, Pair<Acc> statistics,
                                    const auto& use) const {
     const X* x_row = x_row_of<N>(p, row, first_col);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A team that works on one row and keeps nothing for a next one: the lanes of a logical warp, or
-// whole warps.
+// A team for one row, which keeps nothing for a next one: a logical warp, or whole warps.
 #pragma once
 
 #include "backward/teams.h"
@@ -8,8 +7,7 @@
 
 namespace fused_layernorm {
 
-// The scratch memory, in pairs, that team_sum() needs for all teams of a block. A team needs up to
-// three pairs more than it has warps.
+// Pairs for team_sum() in all teams of a block: a team needs up to three more than it has warps.
 constexpr int kRowTeamScratch = scratch_values(kBackwardThreads / kWarpSize * 4);
 
 // How the threads of a block of few rows are laid out as teams: an argument of kernels. A thread

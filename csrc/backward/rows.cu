@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of rows each of which has a modulation of its own (shift, scale and gate per token). No
-// gradient is a sum over rows, so a team reads its row, stores all of the row's gradients and ends;
-// many small blocks keep memory busy.
+// Backward of rows each of which has a modulation of its own (per token). No gradient is a sum over
+// rows: a team stores all of its row's and ends; many small blocks keep memory busy.
 #include "backward/row_team.cuh"
 #include "backward/rows.h"
 #include "base/launch.cuh"
@@ -89,8 +88,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       return dispatch_vecs(BackwardRowsVecs<width()>{}, plan.vecs, [&](auto vecs) {
-        // Where elements are moved one by one, the gate's gradient has a kernel of its own
-        // (gate.cu).
+        // Where single elements are moved, the gate's gradient has a kernel of its own (gate.cu).
         return dispatch_bool<(width() > 1)>(params.modulation.gate != nullptr, [&](auto gated) {
           using Prologue = std::conditional_t<gated(), GatedGradient, MayAddGradient>;
           using N = NormOf<T, Prologue, Identity, MayBeAffineAndModulate>;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The strategy "rows": rows that each have a modulation of their own, so that there are no sums
-// over rows.
+// The strategy "rows": each row has a modulation of its own, so nothing is summed over rows.
 #pragma once
 
 #include "backward/warp.h"

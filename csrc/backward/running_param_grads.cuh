@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The running sums that the threads of backward's persistent blocks keep in registers (dweight and
-// dbias, or dgate), and how they are added up over the teams or logical warps of a block at the
-// end.
+// The running sums that threads of backward's persistent blocks keep in registers (dweight and
+// dbias, or dgate), and how those of a block's teams or logical warps are added up.
 #pragma once
 
 #include "norm/param_grad.cuh"

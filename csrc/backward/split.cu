@@ -91,8 +91,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   if (sink.wanted()) grads.store(sink, rows.share, work.first_col);
 }
 
-// Without bulk copies there are kernels only for whole vectors, and only for the longest slices
-// (split_least_vecs()).
+// Without bulk copies there are kernels only for whole vectors of the longest slices.
 template <typename N, int kWidth, int kVecs, bool kBulk>
 cudaError_t launch_split(const BackwardParams& params, const backward::Split& plan,
                          cudaStream_t stream) {

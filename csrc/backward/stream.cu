@@ -12,9 +12,8 @@ namespace {
 constexpr int kThreads = kBackwardStreamThreads, kBlocks = kBackwardStreamBlocks;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kTotalsThreads = 1024;
-// The number of chunks whose rows the last kernel takes together: as many as the first kernel works
-// on at once (on an H200). So the last kernel begins with the data that the first one read last,
-// which L2 may still have.
+// The chunks whose rows the last kernel takes together: as many as the first works on at once (on
+// an H200), so that it begins with what L2 may still have.
 constexpr int kChunksTogether = 256;
 
 // The columns of a chunk.
@@ -128,8 +127,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// The second kernel, one block a row: the two means over the row, from the sums that the first
-// kernel's warps have stored.
+// The second kernel, one block a row: the two means over the row, from the warps' sums.
 template <typename Acc>
 __global__ void __launch_bounds__(kTotalsThreads)
     layer_norm_backward_stream_totals_kernel(const int chunks, const int64_t totals_offset,

@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The strategy "stream", for rows of any length: the sums of chunks, their combination, then a
-// second read of the row.
+// The strategy "stream", for any length: sums of chunks, their combination, a second read.
 #pragma once
 
 #include "backward/teams.h"
 
 namespace fused_layernorm {
 
-// Threads of the stream kernels' blocks. Each warp writes its part of a row's sums to the
-// workspace.
+// Threads of a block, each warp of which writes its part of a row's sums to the workspace.
 constexpr int kBackwardStreamThreads = 256;
 // Blocks of the first stream kernel that a multiprocessor has registers for.
 constexpr int kBackwardStreamBlocks = 2;

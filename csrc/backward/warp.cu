@@ -36,8 +36,7 @@ struct LoadedGradientRow {
   }
 };
 
-// The kernel for an epilogue without a gradient beside dx always runs the epilogue, and in float32
-// has more threads.
+// The kernel for an epilogue alone always runs it, and in float32 has more threads.
 template <typename N>
 constexpr int kBlockThreads = backward_warp_threads(
     sizeof(typename N::X), N::Epilogue::kMayActivate && !N::Prologue::kMayAdd);

@@ -10,8 +10,7 @@
 namespace fused_layernorm {
 namespace {
 
-// kWidth neighbouring pixels are moved at once. With kScattered they are moved one by one, and lie
-// apart.
+// kWidth neighbouring pixels are moved at once, or (kScattered) one by one, and lie apart.
 template <typename N, int kWidth, bool kScattered>
 __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N::X)))
     channels_backward_kernel(const backward::Channels plan, const BackwardParams p) {

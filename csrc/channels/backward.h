@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward over channels: its plan, and when it declines.
-// Persistent blocks take tiles of x and dy, all channels of some pixels, and keep dweight and dbias
-// of their tiles in shared memory.
+// Backward over channels: its plan, and when it declines. Persistent blocks take tiles of all
+// channels of some pixels, whose dweight and dbias they keep in shared memory.
 #pragma once
 
 #include <optional>
@@ -22,9 +21,8 @@ struct Channels : Launch {
   bool dx_channels_last = false;
   Tiles tiles;
   int all_tiles = 0;  // of all samples
-  // In shared memory, behind the tile of x: the tile of dy; the running dweight and dbias of each
-  // thread; what the threads leave for two sums over channels; four numbers for each pixel; weight
-  // and bias.
+  // In shared memory, behind the tile of x: that of dy; the running dweight and dbias of threads;
+  // what they leave for two sums over channels; four numbers a pixel; weight and bias.
   int dy_offset = 0;
   int params_offset = 0;
   int sums_offset = 0;
@@ -106,8 +104,7 @@ inline std::optional<backward::Channels> make_channels_plan(
   if (!with(least_tiles(problem, x, needs, device))) return std::nullopt;
   const auto narrow = with(tiles_of(problem, x, needs, 1, device, with));
   if (!dy || dx_channels_last || !are_many(narrow->tiles, x, device)) return narrow;
-  // Tiles of two lines, unless a multiprocessor has many more pixels then, as in the last turn of
-  // its blocks few have a tile.
+  // Tiles of two lines, unless a multiprocessor then has many more pixels, in its last turn.
   const auto wide = with(tiles_of(problem, x, needs, 2, device, with));
   const auto most_pixels = [&](const backward::Channels& p) {
     const int64_t turns = ceil_div(int64_t{p.all_tiles}, p.blocks);

@@ -9,8 +9,7 @@
 namespace fused_layernorm {
 namespace {
 
-// kWidth neighbouring pixels are moved at once. With kScattered they are moved one by one, and lie
-// apart.
+// kWidth neighbouring pixels are moved at once, or (kScattered) one by one, and lie apart.
 template <typename N, int kWidth, bool kScattered>
 __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::X), kIsBare<N>))
     channels_kernel(const forward::Channels plan, const ForwardParams p) {
@@ -108,8 +107,7 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
     store_statistics(p, row + pixel, p.is_rms ? Acc(0) : means[pixel], found);
   });
 
-  // y goes to its place in memory, or through shared memory, where one as wide as x takes x's
-  // place.
+  // y goes to memory, or through shared memory, where one as wide as x takes x's place.
   constexpr bool kTakesPlaceOfX = sizeof(X) == sizeof(Y);
   const bool staged = plan.channels_last || (kTakesPlaceOfX && (kScattered || tiles.is_run));
   Y* const y_tile =

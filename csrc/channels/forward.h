@@ -16,8 +16,7 @@ struct Channels : Launch {
   static constexpr const char* kName = "channels";
   ChannelMap map;  // of x
   Tiles tiles;
-  // In shared memory, behind the tile: what the threads leave for a sum over channels; mean and
-  // rstd of each pixel; weight and bias.
+  // Behind the tile: what threads leave for a sum; mean and rstd of each pixel; weight and bias.
   int sums_offset = 0;
   int weights_offset = 0;
   int weight_bytes = 0;        // of one of the two

@@ -117,9 +117,8 @@ struct PixelSums {
       }
     }
   }
-  // Calls then(pixel, sum) for each of the first `pixels` pixels, by one thread. Several lanes of a
-  // warp add up what the threads of a pixel left. All threads call, and a barrier must stand before
-  // and after.
+  // Calls then(pixel, sum) for each of the first `pixels` pixels, by one thread, whose sum several
+  // lanes add up. All threads call, and a barrier must stand before and after.
   FUSED_DEVICE void add_up(int pixels, const auto& then) const {
     constexpr int kAtOnce = 8, kParts = kWarpSize / kAtOnce;  // pixels of a warp, lanes of a pixel
     const int lane = threadIdx.x % kWarpSize, part = lane / kAtOnce;
@@ -148,9 +147,8 @@ struct PixelSums {
   }
 };
 
-// Channel by channel, which are `channel_stride` elements apart; `from` is the tile's first pixel
-// of channel 0. Two bytes are too few for an asynchronous copy, so a thread has kAtOnce of them on
-// their way.
+// Channel by channel, `channel_stride` elements apart, from the tile's first pixel of channel 0 on.
+// Two bytes are too few for an asynchronous copy: a thread has kAtOnce of them on their way.
 template <int kAtOnce, int kWidth, typename V>
 FUSED_DEVICE void load_by_channels(V* tile, const V* from, int64_t channel_stride,
                                    const TileThread<kWidth>& thread) {
@@ -293,8 +291,7 @@ struct Transposed {
     }
   }
 
-  // A thread's next kAtOnce vectors are loaded before it stores one, so that it waits for memory
-  // once.
+  // kAtOnce vectors of a thread are loaded before it stores one, so that it waits once.
   template <int kAtOnce>
   static FUSED_DEVICE void load(V* tile, const V* from, int channels, int tile_pixels, int pixels) {
     if (!are_whole(channels, tile_pixels, pixels)) {

@@ -89,8 +89,7 @@ constexpr int tile_threads(const Tiles& tiles, int size) {
   const int64_t threads = tiles.channel_step * tile_units(tiles, size);
   return static_cast<int>(round_up(std::max<int64_t>(threads, tiles.movers), kWarpThreads));
 }
-// The numbers that the threads leave in shared memory for one sum over the channels of each pixel
-// (PixelSums in channels/tiles.cuh).
+// The numbers that threads leave in shared memory for one sum over channels (PixelSums).
 constexpr int64_t left_sums(const Tiles& tiles, int size) {
   return thread_pixels(tiles, size) * (tile_threads(tiles, size) + tile_units(tiles, size));
 }
@@ -145,8 +144,7 @@ inline Tiles least_tiles(const Problem& problem, const ChannelMap& map, const Ti
   return cut(problem, map, needs, most);
 }
 
-// The tiles for a problem, of up to so many lines. `fits` says whether tiles fit into shared
-// memory, as the least have to.
+// The tiles for a problem, of up to so many lines, of which fits(tiles) is true, or the least.
 template <typename Fits>
 Tiles tiles_of(const Problem& problem, const ChannelMap& map, const TileNeeds& needs, int lines,
                const Device& device, const Fits& fits) {

@@ -34,8 +34,7 @@ FUSED_DEVICE void wait_for_copies() {
 #endif
 }
 
-// Ends a group of copies of this thread; all groups but the latest `kLater` have come when
-// wait_for_groups() returns.
+// Ends a group of this thread's copies; wait_for_groups() waits for all groups but `kLater`.
 FUSED_DEVICE void end_group_of_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");

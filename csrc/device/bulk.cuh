@@ -60,8 +60,7 @@ FUSED_DEVICE void barrier_arrive(uint64_t* barrier) {
                : "memory");
 }
 
-// Makes the barrier count one arrival once all copies that this thread has started by copy_async()
-// have landed.
+// Makes the barrier count one arrival once this thread's copies by copy_async() have landed.
 FUSED_DEVICE void barrier_arrive_with_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
@@ -94,8 +93,7 @@ FUSED_DEVICE void fence_before_bulk_load() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Brings data that will be read once to L2, where it is evict_last until then. Address and bytes
-// are multiples of 16.
+// Brings multiples of 16 bytes that will be read once to L2, where they are evict_last till then.
 FUSED_DEVICE void bulk_prefetch_to_stay(const void* from, uint32_t bytes) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));

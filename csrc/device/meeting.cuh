@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The meeting of the blocks that share a row, in global memory: each block leaves eight bytes in a
-// slot of its own, which the host has preset to all ones, and reads the slots of the others. A slot
-// is written in one piece, so it needs no flag, no atomic and no counter. The blocks of a launch
-// must all be resident at once.
+// The meeting of the blocks that share a row, in global memory: each leaves eight bytes in a slot
+// of its own, which is preset to all ones, and reads the slots of the others. A slot is written at
+// once, so it needs no flag and no counter. The blocks of a launch must all be resident.
 #pragma once
 
 #include <cooperative_groups.h>

@@ -8,8 +8,7 @@
 
 namespace fused_layernorm {
 
-// Lets the next kernel start where there is room, once every block of this kernel has called this
-// function or has ended.
+// Lets the next kernel start once every block of this one has called this or has ended.
 FUSED_DEVICE void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

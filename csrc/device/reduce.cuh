@@ -79,8 +79,7 @@ struct BlockTeam {
   }
 };
 
-// The number of values in the scratch memory of a team of `warps` warps: a multiple of four,
-// because a thread reads four at once.
+// The values in the scratch memory of a team of so many warps: a thread reads four at once.
 constexpr __host__ __device__ int scratch_values(int warps) { return (warps + 3) / 4 * 4; }
 
 // Values of a team's warps that one thread reads at once.
@@ -124,8 +123,7 @@ FUSED_DEVICE Acc team_sum(Acc v, const BlockTeam& team, Acc* scratch) {
   return sum_of_warps(scratch, warps);
 }
 
-// Both sums of a pair at one and a half times the cost of one: half of each warp adds up the first
-// values, the other half the second.
+// Both sums of a pair at 1.5 times the cost of one: each half of a warp adds up one of them.
 template <typename Acc>
 FUSED_DEVICE Pair<Acc> team_sum(Pair<Acc> v, const BlockTeam& team, Pair<Acc>* scratch) {
   constexpr int kHalf = kWarpSize / 2;

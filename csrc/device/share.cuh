@@ -17,8 +17,7 @@ FUSED_DEVICE T* element(T* base, int index) {
                               static_cast<uint32_t>(index) * static_cast<uint32_t>(sizeof(T)));
 }
 
-// Returns `address`, but hides from the compiler how it was computed: the compiler then keeps it in
-// a register instead of computing it again.
+// Returns `address`, but hides how it was computed: it stays in a register.
 template <typename T>
 FUSED_DEVICE T* hidden(T* address) {
   asm volatile("" : "+l"(address));

@@ -71,8 +71,7 @@ FUSED_DEVICE void shift_pieces(Words<kWords> (&out)[kCount], const Words<kWords>
   }
 }
 
-// Keeps the first `cols` elements of a vector (none, if `cols` is negative) and makes the others
-// zero.
+// Makes the elements of a vector from `cols` on (all, if it is negative) zero.
 template <typename T, int kWidth>
 FUSED_DEVICE void keep_first(Vec<T, kWidth>& v, int cols) {
   constexpr int kSize = static_cast<int>(sizeof(T));
@@ -121,8 +120,7 @@ struct ShiftedRow {
     return *reinterpret_cast<const Words<kWords>*>(words.at);
   }
 
-  // Stores the part of piece `index` that belongs to the row, which ends `end` bytes behind
-  // `start`.
+  // Stores the part of piece `index` in the row, which ends `end` bytes behind `start`.
   FUSED_DEVICE void store_part(int index, const Words<kWords>& words, int end) const {
     const Piece values = *reinterpret_cast<const Piece*>(words.at);
     T* const to = piece(index);
@@ -182,9 +180,8 @@ FUSED_DEVICE void store_shifted(T* row, const Team& team,
   using RowWords = Words<Row::kWords>;
   const Row to(row);
   const int end = cols > 0 ? to.shift + cols * Row::kSize : 0;
-  // A piece holds the end of one vector and the beginning of the next. The thread of the next
-  // vector stores the piece. Where no shuffle gives it the end of the vector before, there is a
-  // boundary.
+  // A piece holds the end of one vector and the beginning of the next, whose thread stores it.
+  // Where no shuffle gives this thread the end of the vector before, there is a boundary.
   typename Team::template Boundaries<kVecs, kVecs / kMayMiss, RowWords> boundaries(team);
   RowWords last_words = {};
   int last_piece = 0;
@@ -271,15 +268,13 @@ struct BlockBoundaries {
     highs = scratch[1];
     own = team.lane() == 0 ? highs + team.warp() : lows + team.warp() + 1;
   }
-  // Returns the words of the vector before this thread's k-th vector, which has `words`. A warp's
-  // first lane gets any words.
+  // The words of the vector before this thread's k-th (`words`); a warp's first lane gets any.
   FUSED_DEVICE Words before(int k, const Words& words) const {
     if (team.lane() == 0 || team.lane() == kWarpSize - 1) own[k * team.warps()] = words;
     return shuffle(words, team.lane() - 1, kWarpSize);
   }
   FUSED_DEVICE bool is_at(int) const { return team.lane() == 0; }
-  // Calls store(v, low, high) for each boundary, with the words before vector v and its first
-  // words.
+  // Calls store(v, words before vector v, its first words) for each boundary.
   FUSED_DEVICE void close(const auto& store) const {
     __syncthreads();
     const int boundary = team.thread;

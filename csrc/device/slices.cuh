@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Persistent blocks: which rows, and which slice of them, each block works on, and the place in a
-// ring of rows in shared memory.
+// Persistent blocks: the rows, or slices of rows, of each, and the place in a ring of rows.
 #pragma once
 
 #include <cstdint>
@@ -52,8 +51,7 @@ struct RingPosition {
       parity ^= 1;
     }
   }
-  // The stage of `ago` positions ago, where `ago` is less than `stages`. A kernel without a ring
-  // has no stages and ignores the answer.
+  // The stage of `ago` positions ago, where `ago` is less than `stages` (any, without a ring).
   FUSED_DEVICE int stage_of(int ago, int stages) const {
     return stage < ago ? stage - ago + stages : stage - ago;
   }

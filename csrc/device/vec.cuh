@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of elements: loads and stores named by cache intent, and conversion to the type that
-// the arithmetic is done in.
+// Vectors of elements: loads and stores by cache intent, and conversion to the arithmetic's type.
 #pragma once
 
 #include <cuda_bf16.h>

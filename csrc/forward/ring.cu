@@ -28,8 +28,7 @@ FUSED_DEVICE void give_registers() {
 #endif
 }
 
-// Which of a row's vectors a block and its workers have. The spans of the blocks lie side by side,
-// and the last, shorter ones too.
+// Which of a row's vectors a block and its workers have. The spans of blocks lie side by side.
 struct RingColumns {
   int blocks, block, spans;
   int rest, last_of_block, last_of_worker;
@@ -333,8 +332,7 @@ struct RingBlock {
   FUSED_DEVICE int piece_vectors(int span) const {
     return span < columns.spans - 1 ? kRingPieceVectors : columns.last_vectors_of(work.slice, warp);
   }
-  // A span that is brought next. All lanes know it alike and one of them acts, so the compiler
-  // computes it in uniform registers.
+  // A span that is brought next. All lanes know it, and one acts: it is in uniform registers.
   struct Feed {
     const X* row = nullptr;
     int i = 0, span = 0;
@@ -398,14 +396,12 @@ struct RingBlock {
     return {nth(plan.stages), nth(plan.stages + kRingAhead)};
   }
 
-  // A lane's weights and biases: the first in registers, the others in shared memory, where each
-  // lane reads what it has written itself.
+  // A lane's weights and biases: the first in registers, the others in its part of shared memory.
   static constexpr LongRing kKept = long_ring(sizeof(W) > sizeof(X));
   static constexpr int kWeights = kLong ? kKept.weights : 0;
   static constexpr int kBiases = kLong ? kKept.biases : 0;
 
-  // body(span) for all spans. If some parameters lie in registers, each span has code of its
-  // own.
+  // body(span) for all spans, each with code of its own if parameters lie in registers.
   FUSED_DEVICE void each_span(const auto& body) const {
     if constexpr (kLong) {
       each_span(body, std::make_integer_sequence<int, kKept.spans>{});

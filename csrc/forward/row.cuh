@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of one row that a team holds in registers, for any kind of team: load (prologue) ->
-// statistics -> normalize -> affine -> epilogue -> store. The strategies warp and block run this
-// with a type of team each.
+// Forward of one row in a team's registers: load (prologue) -> statistics -> normalize -> affine ->
+// epilogue -> store. The strategies warp and block run this, with a type of team each.
 #pragma once
 
 #include "forward/row.h"
@@ -30,8 +29,7 @@ struct ForwardTeam {
   template <typename N, typename Row, int kWidth>
   typename N::Acc pivot(const Row& row, const Vec<typename N::X, kWidth>& first) const;
 
-  // Parameters of no more words than this are loaded together with the row, in this way, and wait
-  // in registers while sums are taken.
+  // Parameters of no more words than this are loaded with the row, in this way, and wait.
   static constexpr int kMostEarlyWords = 0;
   static constexpr Use kEarlyUse = Use::kReadOnly;
   // Whether a launch chooses what becomes of x and y in L2 (L2Policy), or all is evict_first.
@@ -69,8 +67,7 @@ FUSED_DEVICE void finish_vectors(const ForwardParams& p, typename N::Y* y_row,
     }
   } else {
     // The compiler moves nothing across the branches of an activation. So the next vector's
-    // parameters are loaded before these branches, if there are registers for them, and y's address
-    // is kept in a register.
+    // parameters come before them, if registers allow it, and y's address stays in a register.
     constexpr bool kAhead = kVecs * kWidth < 8 * kVectorWidth<typename N::Types>;
     Y* y_start = hidden(element(y_row, share.first * kWidth));
     auto weight = parameters.factor(0), bias = parameters.summand(0);
@@ -166,8 +163,7 @@ FUSED_DEVICE void forward_row(const ForwardParams& p, const Team& team, uint32_t
   const bool valid_row = row < rows;
   const uint32_t read_row = valid_row ? row : rows - 1;
   const ForwardRow<N> place(p, read_row, 0);
-  // The plan makes sure that at most the last of a thread's vectors is missing, and so at most its
-  // last kPiecesOfVector pieces.
+  // The plan makes sure that at most the last of a thread's vectors, all its pieces, is missing.
   const auto share = [&] {
     if constexpr (kRagged) {
       return RaggedShare<kPieces, kWidth, kPiecesOfVector>(team.first_piece(), team.step(), p.cols);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of rows of any length, also of rows longer than the chip holds, on any chip. One kernel
-// takes the moments of fixed chunks of each row, a second one combines them, and the last one reads
-// the row again and computes y.
+// Forward of rows of any length, on any chip. One kernel takes the moments of fixed chunks of each
+// row, a second one combines them, and the last one reads the row again and computes y.
 #include "base/launch.cuh"
 #include "forward/stream.h"
 #include "norm/norm.cuh"
@@ -14,8 +13,7 @@ constexpr int kFinishVecs = 4;
 // Rows for which a block of the last kernel keeps the parameters of its columns.
 constexpr int kRowsPerBlock = 8;
 
-// The first kernel: the moments of a chunk. With a residual, x = input + residual is stored here
-// and read back by the last kernel.
+// The first kernel: the moments of a chunk. x = input + residual is stored for the last kernel.
 template <typename N, int kWidth>
 __global__ void __launch_bounds__(kForwardStreamThreads)
     layer_norm_forward_stream_sums_kernel(const Slices chunks, const ForwardParams p) {

@@ -31,13 +31,11 @@ struct LogicalWarp : ForwardTeam {
     return logical_warp_sum(v, lanes);
   }
 
-  // The first lane has the row's first elements, and the other lanes can get the pivot by a
-  // shuffle. But a shuffle waits for the row, and all later loads wait for the shuffle. So in half
-  // precision without a residual each lane loads the first element itself (bfloat16, 32768 x 512:
-  // 18.9 us with a shuffle, 18.3 with a load). Elsewhere the shuffle is faster (4194304 x 64
-  // float32: 516 us, with a load 521; 32768 x 1024 with a residual: 67.4, with a load 69.2; 1000003
-  // x 37 float32: 170, with loads of both elements 176). Where a row has one element, the registers
-  // behind it hold zeros.
+  // The first lane has the row's first elements, and others can get the pivot by a shuffle. But it
+  // waits for the row, and all later loads wait for it. So in half precision without a residual
+  // each lane loads the first element itself (32768 x 512 bfloat16 18.9 us by a shuffle, 18.3).
+  // Elsewhere the shuffle is faster (float32 4194304 x 64 516, by a load 521; 1000003 x 37 170,
+  // 176; 32768 x 1024 with a residual 67.4, 69.2). Behind a row of one element lie zeros.
   template <typename N, int kVecs, bool kRagged>
   static constexpr bool kPivotFirst = kRagged && sizeof(typename N::X) == 2;
   template <typename N, int kWidth>
@@ -70,8 +68,7 @@ struct LogicalWarp : ForwardTeam {
       return words;
     }
     FUSED_DEVICE bool is_at(int k) const { return k == 0 && team.lane == 0; }
-    // Calls store(v, low, high) for each boundary, with the words before vector v and its first
-    // words.
+    // Calls store(v, words before vector v, its first words) for each boundary.
     FUSED_DEVICE void close(const auto& store) const {
       if (team.lane > 0) return;
       store(0, of_neighbour, begin);

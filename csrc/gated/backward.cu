@@ -24,8 +24,7 @@ FUSED_DEVICE Acc* partial_of(const GatedParams& p, const GatedBlock& block) {
   return static_cast<Acc*>(p.workspace) + dense_at(p, block.set, block.first_col(p));
 }
 
-// Adds up what the logical warps of a block have at each column, in a fixed order, and calls
-// write(column, sum).
+// Adds up what logical warps have at each column, in order, and calls write(column, sum).
 template <int kVecs, int kWidth>
 FUSED_DEVICE void write_sum_of_teams(float (&sums)[kVecs][kWidth], const Share<kVecs>& share,
                                      const GatedTeam& team, int cols, const auto& write) {
@@ -66,8 +65,7 @@ struct RowsAhead {
   }
 };
 
-// x, the gate and xhat at one vector of columns of a row. They are computed for the sums over the
-// row, and again for dx.
+// x, the gate and xhat at a vector of a row: computed for the sums, and again for dx.
 template <bool kGateFirst, typename X, int kWidth>
 struct GatedVector {
   float x[kWidth], value[kWidth], slope[kWidth], xhat[kWidth];

@@ -41,9 +41,8 @@ FUSED_DEVICE void store_y(const GatedParams& p, int64_t at, const Acc (&values)[
   }
 }
 
-// values *= activation(gate). Where x and y are both of half precision the activation is of the
-// coarse grade, and which one it is, is asked outside the loop: an element has time for few
-// instructions.
+// values *= activation(gate). Where x and y are of half precision it is of the coarse grade, and
+// asked for outside the loop: an element has time for few instructions.
 template <typename X, int kWidth, typename Acc>
 FUSED_DEVICE void apply_gate(const GatedParams& p, Acc (&values)[kWidth],
                              const Vec<X, kWidth>& gate) {

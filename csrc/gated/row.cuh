@@ -45,8 +45,7 @@ struct GatedTeam {
   }
 };
 
-// The group of columns of a block, the number of the block among those of this group, and how many
-// there are.
+// A block's group of columns, its number among the blocks of this group, and how many they are.
 struct GatedBlock {
   int group;
   unsigned set, sets;
@@ -90,9 +89,8 @@ FUSED_DEVICE void load_weight(Acc (&values)[kWidth], const GatedParams& p, int c
   FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] += p.weight_offset.as<Acc>();
 }
 
-// weight at the columns of a vector, in pieces of 16 bytes as it lies in memory. What they are is
-// asked apart from their load, and without a weight x is loaded in its place: no branch and no wait
-// stands between the loads of a row.
+// weight at the columns of a vector, in pieces of 16 bytes. Its type is asked apart from the load,
+// and x is loaded for a missing one: no branch and no wait stands between a row's loads.
 template <typename X>
 struct WeightVector {
   static constexpr int kWidth = vector_width(sizeof(X));

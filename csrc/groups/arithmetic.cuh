@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels over groups share: numbers of channels, where a group's parts and totals lie,
-// and how parts are combined.
+// What kernels over groups share: numbers of channels, and where parts and totals lie.
 #pragma once
 
 #include "device/pdl.cuh"

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups of channels_last: the channels of a position lie side by side, so a tile has all channels
-// of some positions, or one slice of them. A thread has a vector of channels at every `rows`-th
-// position of its tile.
+// Groups of channels_last: a tile has all channels of some positions, or one slice of them. A
+// thread has a vector of channels at every `rows`-th position of its tile.
 #include "groups/launches.h"
 #include "groups/parts.cuh"
 

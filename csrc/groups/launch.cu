@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call of GroupNorm as a sequence of launches, with the kernels that several of them need: for
-// the totals of groups that have many parts, and for the gradients of parameters where no other
-// kernel has room for them.
+// A call of GroupNorm as a sequence of launches, with the small kernels that several of them need:
+// for totals of groups, and for the gradients of parameters.
 #include "groups/launches.h"
 #include "groups/parts.cuh"
 

@@ -25,8 +25,7 @@ using GroupLaunch = cudaError_t(const GroupParams&, const GroupTypes&, const Gro
 // The launches of a call over tiles: one measures them, the totals follow, and one applies these
 // and makes the gradients of parameters.
 GroupLaunch launch_planes, launch_channels_last, launch_group_totals;
-// The launch of a call where blocks hold groups or share them; in backward one for the gradients of
-// parameters follows.
+// The launch where blocks hold or share groups; backward, one for parameters follows.
 GroupLaunch launch_held_groups, launch_split_groups;
 
 // Calls then(X{}, Y{}, width) for the types, of x and of y or dy, and the width that kernels are

@@ -46,9 +46,8 @@ struct GroupPartsOf {
   }
 };
 
-// mean and rstd of a group, from its parts. Every lane of the warp gets them. Parts combine in
-// float64, where they lose nothing, about one of the means (Chan, Golub and LeVeque, 1979, for many
-// parts at once).
+// mean and rstd of a group, from its parts. Every lane of the warp gets them. In float64 parts lose
+// nothing, about one of the means (Chan, Golub and LeVeque, 1979).
 template <typename Acc>
 FUSED_DEVICE Pair<Acc> statistics_of_group(const GroupPlan& plan, const GroupParams& p,
                                            int64_t group) {

@@ -134,8 +134,7 @@ FUSED_DEVICE void each_gradient(const GroupPlan& plan, const GroupParams& p, con
   });
 }
 
-// Shared memory for the maps of a tile's channels and, where backward sums up channels, for the
-// sums of the tile's vectors.
+// Shared memory for a tile's maps and, where backward sums up channels, its vectors' sums.
 template <typename Acc>
 int planes_shared_bytes(const GroupPlan& plan, bool of_sums) {
   const int64_t vectors = plan.tile_channels > 1 ? plan.tile_channels * plan.channel_units : 0;

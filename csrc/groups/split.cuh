@@ -22,9 +22,8 @@ namespace fused_layernorm {
 
 FUSED_DEVICE Pair<float> pair_of(float2 v) { return {v.x, v.y}; }
 
-// What the warps of a block tell each other of a group. The places are used in turn; a warp applies
-// less than kGroupsKept groups behind the one that it measures, so a place is free when it is used
-// again.
+// What the warps of a block tell each other of a group. A warp applies less than kGroupsKept groups
+// behind the one that it measures, so a place is free when its turn comes again.
 struct SplitState {
   alignas(8) uint64_t measured[kGroupsKept];  // all warps have left their parts
   uint64_t collected[kGroupsKept];            // the totals are there
@@ -196,8 +195,7 @@ FUSED_DEVICE void run_steps(const SplitWarp& own, const SplitMeeting& meeting, c
   }
 }
 
-// Calls body(vector) for a lane's vectors of a segment of up to kVecs * 32, all at once where it
-// has just so many.
+// Calls body(vector) for a lane's vectors of a segment, all at once where it is full.
 template <int kVecs>
 FUSED_DEVICE void each_vector(int vectors, int lane, const auto& body) {
   if (vectors == kVecs * kWarpSize) {

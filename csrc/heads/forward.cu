@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of heads: each row of q and k is normalized, then rotated. heads/plan.h says how rows
-// are laid over warps.
+// Forward of heads: each row of q and k is normalized, then rotated (heads/plan.h).
 #include "heads/plan.h"
 
 #include "base/launch.cuh"
@@ -18,8 +17,7 @@ FUSED_DEVICE void normalize_head(const HeadsParams& p, const HeadSide& side, con
   const float rstd = MeanAndVariance::rstd(m2, p.inverse_cols.as<float>(), p.eps);
   lane.each([&](int v, int j) { values[v][j] *= rstd; });
   if (side.rounds) lane.round(values);
-  // It is loaded for each row anew: registers that held it meanwhile would leave room for fewer
-  // blocks.
+  // It is loaded for each row: registers that held it would leave room for fewer blocks.
   typename Lane::Values weight;
   lane.load_weight(weight, p, side);
   lane.each([&](int v, int j) { values[v][j] *= weight[v][j]; });

@@ -29,8 +29,7 @@ struct Heads : Launch {
 // Of a block (2 x 4096 x 32 x 128 bfloat16: 96 us, with 256 threads 106).
 constexpr int kHeadThreads = 128;
 constexpr int kHeadWarps = kHeadThreads / kWarpThreads;
-// Blocks that a multiprocessor has registers for (the same rows on an H200: 73.9 us, of 5 blocks
-// 76.1).
+// Blocks that a multiprocessor has registers for (the same rows, H200: 73.9 us, of 5 76.1).
 constexpr int kHeadBlocks = 6;
 
 // How many times in one task a warp works on as many heads as it does at once. The loads of all
@@ -98,8 +97,7 @@ constexpr int kHeadBlocks = 2;  // of a multiprocessor (2 x 4096 x 32 x 128 bflo
                                 // 165, three, which spill, 224)
 constexpr int task_rounds(int) { return 1; }  // with two, 161 us
 
-// The rows of dweight and dbias of one block among the partial sums, [blocks][dweight,
-// dbias][cols].
+// The rows of one block among the partial sums, [blocks][dweight, dbias][cols].
 constexpr int kHeadSums = 2;
 
 // There are rows, and a statistic.

@@ -96,9 +96,9 @@ template <typename Y>
 FUSED_DEVICE float gelu_gradient(float dy, float z) {
   const float u = fabsf(z);
   const float e = exp2_approx(u * fmaf(-0.687904835f, u, -1.31787086f));
-  // u is bounded so that g stays finite, because Inf * 0 is NaN. Because g * u
-  // could still overflow, g is first multiplied by e, which is 0 for great u. The result is NaN
-  // only for u = Inf, as in PyTorch.
+  // u is bounded so that g stays finite, because Inf * 0 is NaN. As g * u could overflow, g is
+  // first multiplied by e, which is 0 for great u. The result is NaN only for u = Inf, as in
+  // PyTorch.
   const float g = polynomial(fminf(u, 64.0f),
                              {-1.72557091e-04f, -5.76253457e-04f, -9.5763607e-03f, -3.5259936e-02f,
                               -1.66030943e-01f, -2.81837791e-01f, -3.4114489e-01f});
@@ -154,8 +154,7 @@ __device__ __noinline__ Logistic<double> logistic(double x) {
   return x < 0.0 ? Logistic<double>{e * r, r} : Logistic<double>{r, e * r};
 }
 
-// silu(z) = z s(z). Instructions: 6, 11. In the coarse grade the relative error of exp(-z) is at
-// most 6e-8 |z|.
+// silu(z) = z s(z). Instructions: 6, 11. The coarse relative error of exp(-z) is 6e-8 |z|.
 template <typename Y, typename Acc>
 FUSED_DEVICE Acc silu(Acc z) {
   return z * logistic<Y>(z).value;
@@ -177,8 +176,7 @@ struct GeluTanh {
   Logistic<float> s;
 };
 
-// tanh.approx would take one instruction instead of four, but its error of 2^-11 is more than half
-// precision allows.
+// tanh.approx would save three instructions, but its error of 2^-11 is too great.
 template <typename Y>
 FUSED_DEVICE GeluTanh gelu_tanh_parts(float z) {
   constexpr float kA = -kLog2E * kGeluTanhA, kB = -kLog2E * kGeluTanhB;

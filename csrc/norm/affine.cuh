@@ -124,9 +124,8 @@ struct AffineAndModulate {
   }
 };
 
-// Modulate or AffineAndModulate, with shift and scale of the row's group. The two parameters that a
-// row's loops load are scale and shift; weight and bias, which such norms seldom have, are loaded
-// where they are used.
+// Modulate or AffineAndModulate, with shift and scale of the row's group: a row's loops load these
+// two, and weight and bias, which such norms seldom have, where they are used.
 struct MayBeAffineAndModulate {
   static constexpr bool kModulates = true;
   static constexpr bool kOfRows = false;

@@ -58,8 +58,7 @@ constexpr bool kIsBare =
 template <typename N>
 constexpr bool kIsBareOfOneType = kIsBare<N> && kIsOneType<typename N::Types>;
 
-// The columns of a piece. Forward moves a row in pieces where each thread has kVecs vectors of it
-// in registers.
+// The columns of a piece, in which forward moves a row's kVecs vectors of a thread.
 template <typename N, int kVecs>
 constexpr int kRowWidth = row_width(sizeof(typename N::X), sizeof(typename N::W),
                                     sizeof(typename N::Y), kVecs, kIsBare<N>);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of the parameters: where dweight and dbias of a set of rows go, or dscale and
-// dshift of a group of rows.
+// The gradients of parameters: where sums over a set, or a group, of rows go.
 #pragma once
 
 #include "base/partial_sums.h"
@@ -76,8 +75,7 @@ struct GroupRange {
   }
 };
 
-// Where the sums of one part go, from the `first` of [dscale, dshift, dgate] on: to its place among
-// the partial sums in the workspace.
+// Where one part's sums go, from the `first` of [dscale, dshift, dgate] on: the workspace.
 template <typename N>
 struct PartSink {
   using Acc = typename N::Acc;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parameters of columns, read by vectors. A parameter is absent, or it is an array that begins at a
-// multiple of 16 bytes.
+// Parameters of columns, by vectors: absent, or arrays that begin at multiples of 16 bytes.
 #pragma once
 
 #include "base/params.h"
@@ -82,8 +81,7 @@ FUSED_DEVICE Vec<W, kWidth> load_share(const Parameter<W>& from, const Share& sh
   return from.template load<kWidth, kUse>(col);
 }
 
-// The two parameters of a row's affine map from its column `first_col` on: weight and bias, or of a
-// modulation scale and shift.
+// A row's two parameters from column `first_col` on: weight and bias, or scale and shift.
 template <typename W>
 struct ColumnParameters {
   Parameter<W> factor, summand;
@@ -108,9 +106,8 @@ FUSED_DEVICE Parameter<W> row_parameter(const void* given, const RowMap& rows, i
   return {given != nullptr ? static_cast<const W*>(given) + rows(row) : nullptr, first_col, absent};
 }
 
-// Copies the first `vectors` vectors of a parameter to shared memory, which has room for `room`
-// vectors; copies of the last one fill the rest. All threads of the block call, and a barrier must
-// follow.
+// Copies `vectors` vectors of a parameter to shared memory, and the last one again into the rest of
+// the `room`. All threads of the block call, and a barrier must follow.
 template <int kWidth, typename W>
 FUSED_DEVICE void copy_parameter(W* shared, const Parameter<W>& from, int vectors, int room) {
 #pragma unroll 4

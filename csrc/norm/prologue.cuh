@@ -61,8 +61,7 @@ struct Plain {
   };
 };
 
-// x = residual + input, or with a gate residual + gate * input, rounded to residual's type and
-// stored as residual_out.
+// x = residual + input or residual + gate * input, rounded to residual's type and stored.
 template <bool kGated>
 struct Adding {
   static constexpr bool kMayStore = true;
@@ -223,8 +222,7 @@ struct MayAddGradient {
   static constexpr bool kGated = false;
 };
 
-// Backward of x = residual + gate * input: dresidual may be added to dx, and the gradients of input
-// and gate follow from dx.
+// Backward of x = residual + gate * input, whose gradients of input and gate follow from dx.
 struct GatedGradient {
   static constexpr bool kMayAdd = true;
   static constexpr bool kGated = true;

@@ -60,8 +60,7 @@ struct Gradients {
   }
 };
 
-// Where the dx of one row, or of a part of it from `first_col` on, goes, and the gradient that may
-// be added to it.
+// Where the dx of a row, from `first_col` on, goes, and the gradient that may be added to it.
 template <typename N>
 struct DxRow {
   using X = typename N::X;
@@ -77,8 +76,8 @@ struct DxRow {
     }
   }
 
-  // The gradient that is added to dx at `kWidth` columns: without one, negative zeros, which change
-  // no value that they are added to.
+  // What is added to dx at `kWidth` columns: without a gradient negative zeros, which change no
+  // value.
   template <int kWidth>
   FUSED_DEVICE Vec<X, kWidth> added(int col) const {
     if (kMayAdd && dresidual != nullptr)
@@ -94,8 +93,7 @@ struct DxRow {
     }
   }
 
-  // The dx of `kWidth` columns, before it is rounded. `means` are the two sums over the row, each
-  // divided by the number of columns.
+  // The dx of `kWidth` columns, not yet rounded. `means` are the two sums divided by the columns.
   template <int kWidth>
   FUSED_DEVICE void compute(Acc (&values)[kWidth], const Acc (&xhat)[kWidth],
                             const Acc (&g)[kWidth], Pair<Acc> means, Acc rstd,
@@ -125,8 +123,7 @@ struct DxRow {
   }
 };
 
-// xhat and g of a thread's share of a row, which stay in registers between the row's sums and its
-// dx.
+// xhat and g of a thread's share of a row, in registers between the row's sums and its dx.
 template <typename N, int kWidth, int kVecs>
 struct KeptRow {
   typename N::Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
@@ -164,8 +161,7 @@ FUSED_DEVICE bool needs_x(const BackwardParams& p) {
          p.activation != Activation::kNone;
 }
 
-// (weight + offset) * (1 + scale) at `kWidth` columns from `first_col` + `col` on, where `scale` is
-// that of the row at these columns.
+// (weight + offset) * (1 + scale) at `kWidth` columns from `first_col` + `col` on.
 template <typename N, int kWidth>
 FUSED_DEVICE Vec<typename N::Acc, kWidth> combined_weight(const BackwardParams& p, int col,
                                                           const Vec<typename N::W, kWidth>& scale,

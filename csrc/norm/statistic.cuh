@@ -19,8 +19,7 @@ FUSED_DEVICE double reciprocal_sqrt(double v) { return rsqrt(v); }
 FUSED_DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 FUSED_DEVICE double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-// The sum of a vector's values in a tree: its chains are short, and it is exact where all values
-// are equal.
+// The sum of values in a tree: chains are short, and it is exact where all values are equal.
 template <typename Acc, int kWidth>
 FUSED_DEVICE Acc tree_sum(const Acc (&values)[kWidth]) {
   Acc sums[kWidth];
@@ -201,8 +200,7 @@ struct MeanAndVariance {
     return (x - mean) * rstd;
   }
 
-  // Adds to the two sums over a row that dx needs: of g, and of g * xhat. Each is taken in two
-  // chains.
+  // Adds to the two sums over a row that dx needs, of g and of g * xhat, each in two chains.
   template <typename Acc, int kWidth>
   static FUSED_DEVICE void add_sums(Pair<Acc>& sums, const Acc (&xhat)[kWidth],
                                     const Acc (&g)[kWidth]) {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The data types of a norm, and the step from run-time data types to the types that a kernel is
-// compiled for.
+// The data types of a norm, and the step from run-time types to those of a kernel.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -49,9 +48,8 @@ constexpr DataType kTypeOf = std::is_same_v<V, float>    ? DataType::kFloat32
 template <typename T>
 constexpr bool kIsFloat64 = std::is_same_v<typename T::X, double>;
 
-// Whether the types are common: y is of x's type, and not float64. Nearly all models have common
-// types, so kernels that fuse something have more variants for them (norm.cuh). float64 is not
-// common, because nobody trains in it.
+// Whether the types are common: y is of x's type, and not float64. Nearly all models have them, so
+// kernels that fuse something have more variants for them (norm.cuh).
 template <typename T>
 constexpr bool kIsCommon = std::is_same_v<typename T::X, typename T::Y> && !kIsFloat64<T>;
 
