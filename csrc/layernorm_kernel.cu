@@ -2,10 +2,10 @@
 // Block per row, with reductions in shared memory.
 //
 // Forward: one block holds one row in registers. Backward: persistent blocks; each thread owns the
-// same columns of all rows that its block works on, and keeps their dweight and dbias in registers.
-// Where rows are short, a block works on several at once, one for each of its teams. Rows come
-// through a ring in shared memory by bulk copies. Without a ring (on chips that have no bulk
-// copies, in float64, and for few rows) they come straight from global memory.
+// same columns of all rows of its block, and keeps their dweight and dbias in registers. Of short
+// rows a block works on several at once, one for each of its teams. Rows come by bulk copies
+// through a ring in shared memory; where there are none (older chips, float64, few rows) from
+// global memory.
 #include "backward/block.h"
 #include "backward/persistent.cuh"
 #include "backward/split.h"
@@ -29,10 +29,10 @@ struct RowBlock : ForwardTeam {
   static constexpr bool kChoosesL2 = kVecs < 8 || !N::Prologue::kMayStore;
   BlockTeam team;
 
-  __device__ __forceinline__ int first_piece() const { return team.thread; }
-  __device__ __forceinline__ int step() const { return team.threads; }
+  FUSED_DEVICE int first_piece() const { return team.thread; }
+  FUSED_DEVICE int step() const { return team.threads; }
   template <typename Acc>
-  __device__ __forceinline__ Acc sum(Acc v, int n) const {
+  FUSED_DEVICE Acc sum(Acc v, int n) const {
     __shared__ alignas(16) Acc scratch[2][kMaxWarps];
     return team_sum(v, team, scratch[n]);
   }
@@ -42,8 +42,8 @@ struct RowBlock : ForwardTeam {
   // eight vectors beside a residual leave no register for a pivot that is loaded before the row.
   template <typename N, int kVecs, bool kRagged>
   static constexpr bool kPivotFirst = kRagged || kVecs < 8 || !N::Prologue::kMayStore;
-  template <typename N, typename Row, int kWidth>
-  __device__ __forceinline__ auto pivot(const Row& row, const Vec<typename N::X, kWidth>&) const {
+  template <typename N, int kWidth>
+  FUSED_DEVICE auto pivot(const auto& row, const Vec<typename N::X, kWidth>&) const {
     return N::Statistic::template pivot<typename N::X>(row.first_elements(kWidth));
   }
 
@@ -80,8 +80,7 @@ __global__ void __launch_bounds__(G::kBounds.threads, G::kBounds.blocks)
 
 // ---- Backward
 
-// kKeep: xhat and g of a row stay in registers between its sums and its dx. Otherwise they are
-// computed again from the row.
+// kKeep: xhat and g of a row stay in registers until its dx, or they are computed again.
 template <typename N, int kWidth, int kVecs, bool kBulk, bool kKeep>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     layer_norm_backward_block_kernel(const backward::Persistent plan, const BackwardParams p) {
@@ -96,9 +95,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   __shared__ __align__(8) uint64_t barriers[kAllStages];
 
   const BlockTeam team(plan.team_threads);
-  // Every thread of this kernel belongs to a team, so the bound changes only which registers the
-  // compiler takes (32768 x 4096, without and with the bound: bfloat16 216 us, 214; float16 218,
-  // 215).
+  // Every thread belongs to a team, so the bound changes only which registers the compiler takes
+  // (32768 x 4096, without and with it: bfloat16 216 us, 214; float16 218, 215).
   const int team_index = min(team.index, plan.teams - 1);
   const SliceWork work(plan.teams, team_index, p.rows, p.cols);
   const PersistentRows<N, kWidth, kVecs, kBulk> rows(p, plan, 0, p.cols, team, team_index, shared,
@@ -121,11 +119,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     rows.wait(read);
     const Pair<Acc> statistics = rows.statistics_of(read.stage, row);
     Pair<Acc> sums;
-    rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
-      gradients.add_sums(sums);
-      gradients.add_dparams(grads.dweight(k), grads.dbias(k));
-      if constexpr (kKeep) kept.keep(k, gradients);
-    });
+    rows.template add_row<kKeep>(read.stage, row, statistics, sums, grads, kept);
     sums = team_sum(sums, team, scratch[i & 1] + first_scratch);
     // Behind the barrier of team_sum(), no thread reads the row of kHeld iterations ago any more.
     rows.refill(team, work, read, i, kHeld);
@@ -134,7 +128,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       if constexpr (kKeep) {
         kept.store(DxRow<N>(p, row, 0), share, means, statistics.second, added);
       } else {
-        rows.store_dx(read.stage, row, means);
+        // The statistics are read again: there are no registers to keep them.
+        const Pair<Acc> again = rows.statistics_of(read.stage, row);
+        rows.store_dx(read.stage, DxRow<N>(p, row, 0), row, again, means);
       }
     }
     read.advance(plan.stages);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The strategy "block": persistent blocks whose teams have whole rows. Its kernels stand in
-// layernorm_kernel.cu.
+// The strategy "block": persistent blocks whose teams have whole rows (layernorm_kernel.cu).
 #pragma once
 
 #include "backward/teams.h"
 
 namespace fused_layernorm {
+
 namespace backward {
 
 struct Block : Persistent {
@@ -55,8 +55,7 @@ inline std::optional<int> row_stages(const Problem& problem, const Device& devic
   if (const auto stages = forced.of(Field::kStages)) {
     return *stages <= most && *stages >= least_stages(team.keeps, 0) ? stages : std::nullopt;
   }
-  // As if one block had all rows: with two rows for each team and one more, a team has its third
-  // row.
+  // As if one block had all rows: with two rows for each team and one more, one has a third.
   const BackwardTuning& tuning = tuning_of(device);
   const bool pays = problem.rows > int64_t{tuning.least_ring_rows - 1} * teams;
   if (!pays && !forced.has(Field::kBulk)) return std::nullopt;
@@ -104,9 +103,8 @@ inline std::optional<Block> Block::make(const Problem& problem, const Device& de
   if (!forced.allows(Field::kBulk, plan.bulk) || !forced.allows(Field::kStages, plan.stages)) {
     return std::nullopt;
   }
-  // Bare rows that a team reads twice have a kernel without the code for slices, because it is
-  // faster (8192 x 16384 bfloat16: 241 us, with that code 247). Beside a residual it is not (368.9,
-  // with it 369.0).
+  // Bare rows that a team reads twice have a kernel without the code for slices, which is faster
+  // (8192 x 16384 bfloat16: 241 us, 247; but beside a residual 368.9, 369.0).
   plan.as_slices = !rows->team.keeps && (is_fused(problem) || !plan.bulk);
   plan.blocks = persistent_sets(problem, device, 1, plan.teams);
   lay_out_partials(plan, plan.blocks, problem);

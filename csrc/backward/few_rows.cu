@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of few rows, in one launch: blocks on columns compute dweight and dbias, and beside them
-// blocks on rows compute dx. So x and dy are read twice, the second time from L2, but no partial
-// sums are left to a second launch.
+// Backward of few rows, in one launch: blocks on columns compute dweight and dbias beside blocks on
+// rows, which compute dx. x and dy are read twice, the second time from L2.
 #include "backward/few_rows.h"
 #include "backward/row_team.cuh"
 #include "base/launch.cuh"
@@ -10,9 +9,8 @@
 namespace fused_layernorm {
 namespace {
 
-// dweight and dbias of kCols columns, by one block. kLanes neighbouring threads have one vector
-// each of these columns; the other threads have the same columns of other rows. The order of the
-// sums is fixed.
+// dweight and dbias of kCols columns, by one block. kLanes neighbouring threads have a vector each
+// of these columns; the others have other rows. The order of the sums is fixed.
 template <typename N, int kWidth>
 struct ColumnGradients {
   using Acc = typename N::Acc;
@@ -20,7 +18,7 @@ struct ColumnGradients {
   static constexpr int kCols = kLanes * kWidth;
 
   // A single row needs no sums: each thread has one vector.
-  static __device__ __forceinline__ void run_single_row(const BackwardParams& p, int block) {
+  static FUSED_DEVICE void run_single_row(const BackwardParams& p, int block) {
     const int vector = block * blockDim.x + threadIdx.x;
     if (vector >= p.cols / kWidth) return;
     const int col = vector * kWidth;
@@ -37,7 +35,7 @@ struct ColumnGradients {
   }
 
   // `shared` holds a pair for each column of each warp.
-  static __device__ __forceinline__ void run(const BackwardParams& p, int block, void* shared) {
+  static FUSED_DEVICE void run(const BackwardParams& p, int block, void* shared) {
     const int lane = threadIdx.x % kLanes;
     const int first_row = threadIdx.x / kLanes, row_step = blockDim.x / kLanes;
     const int first_col = block * kCols;
@@ -55,26 +53,22 @@ struct ColumnGradients {
       Vec<typename N::X, kWidth> x[kAtOnce] = {};
       Vec<typename N::Y, kWidth> dy[kAtOnce] = {};
       Pair<Acc> statistics[kAtOnce] = {};
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      FUSED_UNROLL for (int i = 0; i < kAtOnce; ++i) {
         const int64_t r = row + i * row_step;
         if (r >= p.rows) continue;  // A row that does not exist adds zero.
         if (reads_x) x[i] = load<Use::kReadOnly, kWidth>(x_row_of<N>(p, r, first_col) + col);
         dy[i] = load<Use::kReadOnly, kWidth>(dy_row_of<N>(p, r, first_col) + col);
         statistics[i] = load_statistics<Acc>(p, r);
       }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      FUSED_UNROLL for (int i = 0; i < kAtOnce; ++i) {
         Gradients<N, kWidth>(p, x[i], dy[i], statistics[i].first, statistics[i].second, weight,
                              bias)
             .add_dparams(dweight, dbias);
       }
     }
     // First the rows of a warp are added up, then the warps.
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-#pragma unroll
-      for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+      FUSED_UNROLL for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
         dweight[j] += shuffle_xor(dweight[j], offset);
         dbias[j] += shuffle_xor(dbias[j], offset);
       }
@@ -82,8 +76,7 @@ struct ColumnGradients {
     const int warps = blockDim.x / kWarpSize, warp = threadIdx.x / kWarpSize;
     Pair<Acc>* sums = static_cast<Pair<Acc>*>(shared);  // [warp][column]
     if (threadIdx.x % kWarpSize < kLanes) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
         sums[warp * kCols + lane * kWidth + j] = {dweight[j], dbias[j]};
       }
     }
@@ -102,8 +95,7 @@ struct ColumnGradients {
 // so a row's dx is the same in any batch. A team without a row of its own reads the last row and
 // stores nothing, because the shuffles of the other teams in its warp need its lanes.
 template <typename N, int kWidth, int kVecs>
-__device__ __forceinline__ void few_rows_dx(const BackwardParams& p, const TeamLayout& layout,
-                                            int block) {
+FUSED_DEVICE void few_rows_dx(const BackwardParams& p, const TeamLayout& layout, int block) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using Y = typename N::Y;
@@ -119,8 +111,7 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, const TeamL
 
   Vec<X, kWidth> x[kVecs];
   Vec<Y, kWidth> dy[kVecs];
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     x[k] = load<Use::kReadOnly, kWidth>(element(x_row, share.template col<kWidth>(k)));
     dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, share.template col<kWidth>(k)));
     // With a dy of zero, a missing vector adds zero.
@@ -133,13 +124,11 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, const TeamL
                                 parameters.factor.template load<kWidth>(col),
                                 parameters.summand.template load<kWidth>(col));
   };
-  // xhat and g stay in registers between the row's sums and its dx, if there are registers for
-  // them.
+  // xhat and g stay in registers between the row's sums and its dx, if there are enough.
   constexpr bool kKeep = few_rows_keep(kWidth, kVecs, sizeof(X), N::Epilogue::kMayActivate);
   KeptRow<N, kWidth, kKeep ? kVecs : 1> kept;
   Pair<Acc> sums;
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     const auto gradients = gradients_of(k);
     gradients.add_sums(sums);
     if constexpr (kKeep) kept.keep(k, gradients);
@@ -147,8 +136,7 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, const TeamL
   sums = team.sum(sums, scratch);
   if (own_row >= p.rows) return;
   const Pair<Acc> means = means_of(p, sums);
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     if (!share.has(k)) continue;
     const int col = share.vector(k) * kWidth;
     const auto added = dx_row.template added<kWidth>(col);

@@ -6,26 +6,6 @@
 #include "backward/warp.h"
 
 namespace fused_layernorm {
-namespace backward {
-
-struct FewRows : OneRowATeam {
-  static constexpr const char* kName = "few_rows";
-  int64_t column_blocks = 0;  // of the launch's blocks, those on columns
-
-  static std::optional<FewRows> make(const Problem& problem, const Device& device,
-                                     const Forced& forced);
-  template <typename Json>
-  void describe(Json& json) const {
-    OneRowATeam::describe(json);
-    json.add("column_blocks", column_blocks);
-  }
-};
-
-}  // namespace backward
-
-BackwardLaunch<backward::FewRows> launch_layer_norm_backward;
-
-// ---- Limits.
 
 // The blocks of few rows that a multiprocessor has registers for: they have no running sums, but
 // activations and long rows take registers.
@@ -36,15 +16,13 @@ static_assert(registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThre
                   registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThread, true)) ==
                       128,
               "half the registers of the persistent blocks do without running sums");
-// With few rows a team owns a row as in the kernels for many rows: as a logical warp, or as whole
-// warps.
+// A team owns a row as in the kernels for many rows: as a logical warp, or as whole warps.
 template <int kWidth, int kXSize>
 using FewRowsVecs =
     std::conditional_t<kWidth == 1, VecsList<8, kKeptColsPerThread>,
                        std::conditional_t<kXSize == 4, VecsList<2, 4, 8>, VecsList<2, 4>>>;
 // There are kernels for all rows that teams for many rows keep in registers, but for a dy narrower
-// than x. For longer rows there are kernels only where nothing is fused and all tensors are of one
-// type.
+// than x; for longer ones only where nothing is fused and all tensors are of one type.
 constexpr bool has_few_rows_kernel(DataType x, DataType weight, DataType y, bool fused,
                                    bool keeps) {
   return keeps ? !is_narrowed(x, y) : !fused && is_one_type(x, weight, y);
@@ -70,6 +48,19 @@ static_assert(few_rows_shared_bytes(kBackwardThreads, vector_width(2), 2) <= 409
 
 namespace backward {
 
+struct FewRows : OneRowATeam {
+  static constexpr const char* kName = "few_rows";
+  int64_t column_blocks = 0;  // of the launch's blocks, those on columns
+
+  static std::optional<FewRows> make(const Problem& problem, const Device& device,
+                                     const Forced& forced);
+  template <typename Json>
+  void describe(Json& json) const {
+    OneRowATeam::describe(json);
+    json.add("column_blocks", column_blocks);
+  }
+};
+
 inline bool has_few_rows(const Problem& problem, const Device& device) {
   const int64_t most =
       problem.aligned ? tuning_of(device).few_aligned_rows : tuning_of(device).few_other_rows;
@@ -78,8 +69,7 @@ inline bool has_few_rows(const Problem& problem, const Device& device) {
              l2_limits(device).read_again;
 }
 
-// Lays out blocks of `teams` teams: blocks on rows compute dx, and blocks on columns beside them
-// compute dweight and dbias.
+// Lays out blocks of `teams` teams: those on rows, for dx, and those on columns beside them.
 inline void lay_out_few_rows(FewRows& plan, const Problem& problem, int teams) {
   const int x_size = size_of(problem.x);
   plan.threads = plan.team_threads * teams;
@@ -120,8 +110,7 @@ inline std::optional<FewRows> FewRows::make(const Problem& problem, const Device
   FewRows plan;
   plan.width = width_of(problem);
   int teams;
-  // A row's dx has to be the same in any batch, so a team owns a row in the same way as where there
-  // are many rows.
+  // A row's dx is the same in any batch: a team owns a row as where there are many rows.
   if (const auto lanes = lanes_of(problem, forced); lanes && has_kernel(true)) {
     plan.vecs = lanes->vecs;
     plan.team_threads = lanes->lanes;
@@ -146,5 +135,9 @@ inline std::optional<FewRows> FewRows::make(const Problem& problem, const Device
   if (!launches) return std::nullopt;
   return plan;
 }
+
 }  // namespace backward
+
+BackwardLaunch<backward::FewRows> launch_layer_norm_backward;
+
 }  // namespace fused_layernorm

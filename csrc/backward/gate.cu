@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of the gated sum residual + gate * input. From dsum, the gradient of the sum, come
-// dinput = gate * dsum, and dgate, the sum of dsum * input over the rows of a group. A warp has
-// some columns of one row after the other; at the end of a group, the warps of a block add up their
-// running sums.
+// Backward of the gated sum residual + gate * input: dinput = gate * dsum, and dgate, the sum of
+// dsum * input over the rows of a group, from dsum, the gradient of the sum.
 #include "backward/gate.h"
 #include "base/launch.cuh"
 #include "norm/param_grad.cuh"
@@ -36,12 +34,10 @@ __global__ void __launch_bounds__(kGateThreads)
     for (uint32_t first = from + warp; first < to; first += kAtOnce * kGateWarps) {
       Vec<X, kWidth> gradient[kAtOnce][kVecs] = {};
       Vec<In, kWidth> summand[kAtOnce][kVecs] = {};
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      FUSED_UNROLL for (int i = 0; i < kAtOnce; ++i) {
         const int64_t row = first + i * kGateWarps;
         if (row >= to) continue;  // A row that does not exist adds zero.
-#pragma unroll
-        for (int k = 0; k < kVecs; ++k) {
+        FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
           if (!share.has(k)) continue;
           const int col = share.vector(k) * kWidth;
           gradient[i][k] = load<Use::kReadOnly, kWidth>(dsum + p.dsum_rows(row) + col);
@@ -49,49 +45,43 @@ __global__ void __launch_bounds__(kGateThreads)
             summand[i][k] = load<Use::kReadOnly, kWidth>(input + p.input_rows(row) + col);
         }
       }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      FUSED_UNROLL for (int i = 0; i < kAtOnce; ++i) {
         const int64_t row = first + i * kGateWarps;
         if (row >= to) continue;
         const auto gate_row = row_parameter<W>(p.gate, p.gate_rows, row, first_col, Absent::kOnes);
-#pragma unroll
-        for (int k = 0; k < kVecs; ++k) {
+        FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
           if (!share.has(k)) continue;
           const int col = share.vector(k) * kWidth;
           Acc values[kWidth], products[kWidth];
           unpack(values, gradient[i][k]);
           unpack(products, summand[i][k]);
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) products[j] *= values[j];
+          FUSED_UNROLL for (int j = 0; j < kWidth; ++j) products[j] *= values[j];
           if constexpr (kOfRows) {
             if (p.dgate) {
               store_gradient<W>(p.dgate, p.dgate_is_wide, row * p.cols + first_col + col, products);
             }
           } else {
-#pragma unroll
-            for (int j = 0; j < kWidth; ++j) running[k][j] += products[j];
+            FUSED_UNROLL for (int j = 0; j < kWidth; ++j) running[k][j] += products[j];
           }
           if (p.dinput) {
             Acc gate[kWidth];
             unpack(gate, gate_row.template load<kWidth>(col));
-#pragma unroll
-            for (int j = 0; j < kWidth; ++j) values[j] *= gate[j];
+            FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] *= gate[j];
             store_once<In, kWidth>(dinput + row * p.cols + col, round_to<In>(values));
           }
         }
       }
     }
     if (!kOfRows && p.dgate) {
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) scratch[warp][k][lane] = round_to<Acc>(running[k]);
+      FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
+        scratch[warp][k][lane] = round_to<Acc>(running[k]);
+      }
       __syncthreads();
       // Warp k adds up the k-th vectors of all warps.
       if (warp < kVecs && share.has(warp)) {
         Acc sum[kWidth] = {};
-#pragma unroll
-        for (int w = 0; w < kGateWarps; ++w) {
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) sum[j] += scratch[w][warp][lane].at[j];
+        FUSED_UNROLL for (int w = 0; w < kGateWarps; ++w) {
+          FUSED_UNROLL for (int j = 0; j < kWidth; ++j) sum[j] += scratch[w][warp][lane].at[j];
         }
         store<Acc, kWidth>(static_cast<Acc*>(p.workspace) + part * p.cols + first_col +
                                share.vector(warp) * kWidth,

@@ -6,6 +6,14 @@
 #include "backward/teams.h"
 
 namespace fused_layernorm {
+
+constexpr int kGateThreads = 256;
+constexpr int kGateWarps = kGateThreads / kWarpThreads;
+// A lane has a vector of a row, or several single elements.
+constexpr int gate_vecs(int width) { return width == 1 ? 8 : 1; }
+static_assert(gate_vecs(1) <= kGateWarps, "a block has a warp for the sum of each vector");
+constexpr int gate_cols(int width) { return kWarpThreads * gate_vecs(width) * width; }
+
 namespace backward {
 
 struct Gate : Launch {
@@ -23,17 +31,6 @@ struct Gate : Launch {
   }
 };
 
-}  // namespace backward
-
-constexpr int kGateThreads = 256;
-constexpr int kGateWarps = kGateThreads / kWarpThreads;
-// A lane has a vector of a row, or several single elements.
-constexpr int gate_vecs(int width) { return width == 1 ? 8 : 1; }
-static_assert(gate_vecs(1) <= kGateWarps, "a block has a warp for the sum of each vector");
-constexpr int gate_cols(int width) { return kWarpThreads * gate_vecs(width) * width; }
-
-namespace backward {
-
 // Blocks a multiprocessor, all of which run at once.
 constexpr int kGateBlocks = 6;
 
@@ -42,8 +39,7 @@ inline Gate Gate::make(const Problem& problem, const Device& device) {
   plan.width = width_of(problem);
   plan.threads = kGateThreads;
   plan.chunks = static_cast<int>(ceil_div(problem.cols, gate_cols(plan.width)));
-  // All blocks run at once, and there is at most one set for each kGateWarps rows, rounded up, so
-  // that few warps are without a row.
+  // All blocks run at once, at most one set for each kGateWarps rows: few warps have no row.
   const int64_t room = int64_t{kGateBlocks} * device.sms;
   const int64_t sets =
       std::clamp<int64_t>(room / plan.chunks, 1, ceil_div(problem.rows, kGateWarps));
@@ -51,6 +47,7 @@ inline Gate Gate::make(const Problem& problem, const Device& device) {
   lay_out_parts(plan.parts, plan, sets, 1, problem, device);
   return plan;
 }
+
 }  // namespace backward
 
 cudaError_t launch_gate_backward(const GateParams& params, const DataTypes& types,

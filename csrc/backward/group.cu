@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of rows whose shift and scale belong to groups of rows: persistent blocks, each with a
-// range of rows that follow each other. A block works through the groups in its range one after the
-// other, and keeps a group's running dscale and dshift in registers, and dgate where x was a gated
-// sum. (Groups of one row need no sums over rows; rows.cu computes their gradients.)
+// Backward of rows whose shift and scale belong to groups of rows: persistent blocks, each with the
+// groups in a range of rows, one after the other, and the group's running dscale and dshift in
+// registers, and dgate where x was a gated sum. (rows.cu has groups of one row.)
 #include "backward/group.h"
 #include "backward/persistent.cuh"
 #include "base/launch.cuh"
@@ -17,7 +16,7 @@ struct TeamRows {
   const GroupRange& range;
   const int teams, team;
 
-  __device__ __forceinline__ TeamRows(const GroupRange& its_range, int all_teams, int team_index)
+  FUSED_DEVICE TeamRows(const GroupRange& its_range, int all_teams, int team_index)
       : row(its_range.begin + team_index),
         group_end(its_range.end_of_group(its_range.begin)),
         range(its_range),
@@ -25,15 +24,15 @@ struct TeamRows {
         team(team_index) {
     skip_to_own_group();
   }
-  __device__ __forceinline__ bool is_valid() const { return row < group_end; }
-  __device__ __forceinline__ void advance() {
+  FUSED_DEVICE bool is_valid() const { return row < group_end; }
+  FUSED_DEVICE void advance() {
     row += teams;
     skip_to_own_group();
   }
 
  private:
   // Goes on to the next group that has a row for this team.
-  __device__ __forceinline__ void skip_to_own_group() {
+  FUSED_DEVICE void skip_to_own_group() {
     while (row >= group_end && group_end < range.end) {
       row = group_end + team;
       group_end = range.end_of_group(group_end);
@@ -48,8 +47,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   using X = typename N::X;
   using W = typename N::W;
   constexpr bool kGated = N::Prologue::kGated;
-  // Whether xhat and g of a row stay in registers between its sums and its dx. Otherwise they are
-  // computed again from the ring.
+  // Whether xhat and g of a row stay in registers until its dx, or are computed again.
   constexpr bool kKeep = group_holds_row(kVecs * kWidth <= kKeptColsPerThread, kGated);
   static_assert(kVecs * kWidth <= kBackwardColsPerThread, "a thread has registers for so many");
   static_assert(kBulk || kKeep, "only a ring holds a row for a second read");
@@ -91,8 +89,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     if (kAddedEarly && (kGated || p.dx != nullptr)) dx_row.load_added(added, share);
     if constexpr (kGated) {
       const auto* input_row = static_cast<const X*>(p.input) + p.input_rows(row);
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
+      FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
         if (share.has(k)) {
           input[k] = load<Use::kReadOnly, kWidth>(element(input_row, share.vector(k) * kWidth));
         }
@@ -101,11 +98,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     rows.wait(read);
     const Pair<Acc> statistics = rows.statistics_of(read.stage, row);
     Pair<Acc> sums;
-    rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
-      gradients.add_sums(sums);
-      gradients.add_dparams(grads.dweight(k), grads.dbias(k));
-      if constexpr (kKeep) kept.keep(k, gradients);
-    });
+    rows.template add_row<kKeep>(read.stage, row, statistics, sums, grads, kept);
     sums = team_sum(sums, team, scratch[i & 1] + first_scratch);
     // After the barrier in team_sum() no thread reads the row of kHeld iterations ago any more.
     if (fills && i >= kHeld && next.is_valid()) {
@@ -123,8 +116,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           store_once_if(share.has(k) && p.dx != nullptr, element(dx_row.dx, col), round_to<X>(dx));
           unpack(inputs, input[k]);
           unpack(gate, load<Use::kPlain, kWidth>(ring.gate + col));
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) {
+          FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
             dgate.sums[0][k][j] += dx[j] * inputs[j];
             dx[j] *= gate[j];
           }
@@ -133,12 +125,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       } else if constexpr (kKeep) {
         kept.store(dx_row, share, means, statistics.second, added);
       } else {
-        rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
-          const int col = share.template col<kWidth>(k);
-          const auto dx = dx_row.vector(gradients.xhat, gradients.g, means, statistics.second,
-                                        dx_row.template added<kWidth>(col));
-          store_once_if(share.has(k), element(dx_row.dx, col), dx);
-        });
+        rows.template store_dx<false>(read.stage, dx_row, row, statistics, means);
       }
     }
     read.advance(plan.stages);
@@ -191,8 +178,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
 // Chooses the norm of a launch. A gradient beside dx costs registers, so common types also have a
 // kernel without it, for rows that come through a ring and whose xhat and g stay in registers.
-template <typename T, bool kMayBeBare, typename Launcher>
-cudaError_t dispatch_group(const BackwardParams& p, const Launcher& launch) {
+template <typename T, bool kMayBeBare>
+cudaError_t dispatch_group(const BackwardParams& p, const auto& launch) {
   if (p.modulation.gate != nullptr) {
     return launch(NormOf<T, GatedGradient, Identity, MayBeAffineAndModulate>{});
   }

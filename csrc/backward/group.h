@@ -1,11 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// The strategy "group", for modulated rows: each block has whole rows, of one group after the
-// other.
+// The strategy "group", for modulated rows: a block has whole rows, of one group after the other.
 #pragma once
 
 #include "backward/teams.h"
 
 namespace fused_layernorm {
+
+// Blocks with groups of rows keep rows as the blocks above do. They have no kernels for float64,
+// nor without a ring for rows that they do not keep.
+constexpr bool has_group_kernel(int width, int x_size, bool bulk, bool keeps) {
+  return bulk ? has_ring_kernels(width, x_size, false) : x_size != 8 && keeps;
+}
+
+// Whether a thread of such a block keeps xhat and g of a row in registers. Beside a gate, whose
+// third running sum takes those registers, they are computed again.
+constexpr bool group_holds_row(bool keeps, bool gated) { return keeps && !gated; }
+
+// Whether such blocks also compute the gradient of a gate. For longer rows, and for unaligned
+// ones, a kernel of its own does (backward/gate.cu).
+constexpr bool has_gated_kernel(int width, int x_size, bool bulk, bool keeps) {
+  return x_size != 8 && bulk && keeps && width > 1;
+}
+
 namespace backward {
 
 struct Group : Persistent {
@@ -21,29 +37,6 @@ struct Group : Persistent {
     json.add(parts);
   }
 };
-
-}  // namespace backward
-
-BackwardLaunch<backward::Group> launch_layer_norm_backward;
-
-// Blocks with groups of rows keep rows as the blocks above do. They have no kernels for float64,
-// nor without a ring for rows that they do not keep.
-constexpr bool has_group_kernel(int width, int x_size, bool bulk, bool keeps) {
-  return bulk ? has_ring_kernels(width, x_size, false) : x_size != 8 && keeps;
-}
-
-// Whether a thread of such a block keeps xhat and g of a row in registers. Otherwise they are
-// computed again from the ring: always beside a gate, whose third running sum takes those
-// registers.
-constexpr bool group_holds_row(bool keeps, bool gated) { return keeps && !gated; }
-
-// Whether such blocks also compute the gradient of a gate. For longer rows, and for unaligned
-// ones, a kernel of its own does (backward/gate.cu).
-constexpr bool has_gated_kernel(int width, int x_size, bool bulk, bool keeps) {
-  return x_size != 8 && bulk && keeps && width > 1;
-}
-
-namespace backward {
 
 inline std::optional<Group> Group::make(const Problem& problem, const Device& device,
                                         const Forced& forced) {
@@ -110,5 +103,9 @@ inline std::optional<Group> Group::make(const Problem& problem, const Device& de
   lay_out_parts(plan.parts, plan, plan.blocks, problem.gated ? 3 : 2, problem, device);
   return plan;
 }
+
 }  // namespace backward
+
+BackwardLaunch<backward::Group> launch_layer_norm_backward;
+
 }  // namespace fused_layernorm

@@ -18,16 +18,12 @@ constexpr int kMostWarps = 8;
 // Of many partial sums, as persistent blocks of small tiles leave them.
 constexpr int kManyParts = 160, kMostWarpsOfMany = 32;
 
-// Adds up `count` rows of partial sums at the kWidth columns of each lane, for each of kSums sums
-// whose partial sums lie `all` elements apart; only the first `wanted` are read, the others are
-// zero. Each part i is first multiplied by the factors that factor(factors, i) sets. Thread
-// n * kColumnLanes + lane gets sum n; the result of other threads is unspecified. A block has up to
-// kWarps warps.
-template <int kSums, int kWarps = kMostWarps, typename Acc, int kWidth, typename Count,
-          typename Factor>
-__device__ __forceinline__ void sum_parts(Acc (&result)[kWidth], const Acc* partial, Count count,
-                                          int64_t cols, int64_t all, bool has_cols,
-                                          const Factor& factor, int wanted = kSums) {
+// Adds up `count` rows of partial sums at the kWidth columns of each lane, each times the factors
+// that factor(factors, row) sets, for kSums sums whose partial sums lie `all` elements apart; those
+// behind the first `wanted` are zero. Thread n * kColumnLanes + lane gets sum n.
+template <int kSums, int kWarps = kMostWarps, typename Acc, int kWidth, typename Count>
+FUSED_DEVICE void sum_parts(Acc (&result)[kWidth], const Acc* partial, Count count, int64_t cols,
+                            int64_t all, bool has_cols, const auto& factor, int wanted = kSums) {
   using Sum = Vec<Acc, kWidth>;
   __shared__ Sum sums[kSums][kWarps][kColumnLanes];
   const int lane = threadIdx.x % kColumnLanes, warp = threadIdx.x / kWarpSize;
@@ -39,30 +35,26 @@ __device__ __forceinline__ void sum_parts(Acc (&result)[kWidth], const Acc* part
     for (Count i = threadIdx.x / kColumnLanes; i < count; i += warps * kLanesOfColumn) {
       Acc factors[kWidth];
       factor(factors, i);
-#pragma unroll
-      for (int n = 0; n < kSums; ++n) {
+      FUSED_UNROLL for (int n = 0; n < kSums; ++n) {
         if (n >= wanted) continue;
         // Plain loads: the kernel that writes these may still have run when this one started.
         const Sum part = load<Use::kPlain, kWidth>(partial + n * all + i * cols);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) running[n][j] += factors[j] * part.at[j];
+        FUSED_UNROLL for (int j = 0; j < kWidth; ++j) running[n][j] += factors[j] * part.at[j];
       }
     }
   }
-#pragma unroll
-  for (int n = 0; n < kSums; ++n) {
-#pragma unroll
-    for (int offset = kColumnLanes; offset < kWarpSize; offset *= 2) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) running[n][j] += shuffle_xor(running[n][j], offset);
+  FUSED_UNROLL for (int n = 0; n < kSums; ++n) {
+    FUSED_UNROLL for (int offset = kColumnLanes; offset < kWarpSize; offset *= 2) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+        running[n][j] += shuffle_xor(running[n][j], offset);
+      }
     }
     if (threadIdx.x % kWarpSize < kColumnLanes) sums[n][warp][lane] = round_to<Acc>(running[n]);
   }
   __syncthreads();
   if (threadIdx.x >= kWarpSize) return;
   const int n = min(static_cast<int>(threadIdx.x) / kColumnLanes, kSums - 1);
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) result[j] = 0;
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) result[j] = 0;
   // In chains of eight: one of 32 would round two thirds more.
 #pragma unroll 1
   for (int first = 0; first < kWarps && first < warps; first += kMostWarps) {
@@ -70,31 +62,27 @@ __device__ __forceinline__ void sum_parts(Acc (&result)[kWidth], const Acc* part
     const int end = kWarps > kMostWarps ? min(first + kMostWarps, warps) : warps;
 #pragma unroll 4
     for (int w = first; w < end; ++w) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) chain[j] += sums[n][w][lane].at[j];
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) chain[j] += sums[n][w][lane].at[j];
     }
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) result[j] += chain[j];
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) result[j] += chain[j];
   }
 }
 
 template <typename Acc, int kWidth>
-__device__ __forceinline__ void no_factor(Acc (&factors)[kWidth], int64_t) {
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) factors[j] = 1;
+FUSED_DEVICE void no_factor(Acc (&factors)[kWidth], int64_t) {
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) factors[j] = 1;
 }
 
-// The first part of a group and the number of its parts. GroupParts in base/partial_sums.h says
-// where parts lie.
+// The first part of a group and the number of its parts (GroupParts in base/partial_sums.h).
 struct PartsOfGroup {
   int64_t first, count;
 
-  __device__ __forceinline__ PartsOfGroup(int64_t group, int64_t group_rows, int64_t rows, int sets)
+  FUSED_DEVICE PartsOfGroup(int64_t group, int64_t group_rows, int64_t rows, int sets)
       : first(set_of(group * group_rows, rows, sets) + group),
         count(set_of((group + 1) * group_rows - 1, rows, sets) + group - first + 1) {}
 
  private:
-  static __device__ __forceinline__ int64_t set_of(int64_t row, int64_t rows, int sets) {
+  static FUSED_DEVICE int64_t set_of(int64_t row, int64_t rows, int sets) {
     return ((row + 1) * sets - 1) / rows;
   }
 };
@@ -105,7 +93,7 @@ struct GradColumns {
   int64_t group;
   int col;
 
-  __device__ __forceinline__ explicit GradColumns(int chunks)
+  FUSED_DEVICE explicit GradColumns(int chunks)
       : group(blockIdx.x / chunks),
         col((static_cast<int>(blockIdx.x % chunks) * kColumnLanes +
              static_cast<int>(threadIdx.x) % kColumnLanes) *
@@ -114,9 +102,8 @@ struct GradColumns {
 
 // Stores what sum_parts() found of dweight and of dbias, as far as they are wanted.
 template <typename W, typename Acc, int kWidth>
-__device__ __forceinline__ void store_param_grads(const BackwardParams& p,
-                                                  const GradColumns<kWidth>& at,
-                                                  const Acc (&sum)[kWidth]) {
+FUSED_DEVICE void store_param_grads(const BackwardParams& p, const GradColumns<kWidth>& at,
+                                    const Acc (&sum)[kWidth]) {
   if (threadIdx.x >= 2 * kColumnLanes || at.col >= p.cols) return;
   auto* const gradient = static_cast<W*>(threadIdx.x >= kColumnLanes ? p.dbias : p.dweight);
   if (gradient != nullptr) store_once<W, kWidth>(gradient + at.col, round_to<W>(sum));
@@ -137,9 +124,8 @@ __global__ void __launch_bounds__(kMostWarpsOfMany* kWarpSize, 1)
 }
 
 // dscale = weight * a + bias * c and dshift = c of every group, where a is the sum of dy * xhat and
-// c the sum of dy over the group's rows, both added up from the group's parts. The kernel keeps a
-// and c in the workspace if dweight or dbias is asked for. With a gate it also adds up a third sum,
-// dgate. A block has some columns of one group.
+// c that of dy over its rows; and dgate, with a gate. Where dweight or dbias is asked for, a and c
+// stay in the workspace. A block has some columns of one group.
 template <typename Acc, typename W, int kWidth, int kSums>
 __global__ void __launch_bounds__(kMostWarps* kWarpSize)
     modulation_grad_kernel(const backward::GroupParts parts, const int chunks,
@@ -154,8 +140,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
                    int64_t{parts.partials.count} * p.cols, has_cols, no_factor<Acc, kWidth>);
   if (threadIdx.x >= kWarpSize) return;
   Acc of_shift[kWidth];
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) of_shift[j] = shuffle_xor(sum[j], kColumnLanes);
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) of_shift[j] = shuffle_xor(sum[j], kColumnLanes);
   if (threadIdx.x >= kSums * kColumnLanes || !has_cols) return;
   const bool is_shift = threadIdx.x >= kColumnLanes;
   const int64_t place = at.group * p.cols + at.col;
@@ -175,15 +160,15 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
       Acc weight[kWidth], bias[kWidth];
       unpack(weight, Parameter<W>(p.weight, at.col, Absent::kOnes).template load<kWidth>(0));
       unpack(bias, Parameter<W>(p.bias, at.col, Absent::kZeros).template load<kWidth>(0));
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum[j] = weight[j] * sum[j] + bias[j] * of_shift[j];
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+        sum[j] = weight[j] * sum[j] + bias[j] * of_shift[j];
+      }
     }
     store_gradient<W>(p.dscale, p.dscale_is_wide, place, sum);
   }
 }
 
-// dweight and dbias under a modulation: the sums over all groups of (1 + scale) * a and
-// (1 + scale) * c.
+// dweight and dbias under a modulation: the sums of (1 + scale) * a and (1 + scale) * c.
 template <typename Acc, typename W, int kWidth>
 __global__ void __launch_bounds__(kMostWarps* kWarpSize)
     modulated_param_grad_kernel(const int64_t sums_offset, const BackwardParams p) {
@@ -197,8 +182,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
                  const auto scale = row_parameter<W>(p.modulation.scale, p.modulation.scale_rows,
                                                      group * p.group_rows, at.col, Absent::kZeros);
                  unpack(factors, scale.template load<kWidth>(0));
-#pragma unroll
-                 for (int j = 0; j < kWidth; ++j) factors[j] += Acc(1);
+                 FUSED_UNROLL for (int j = 0; j < kWidth; ++j) factors[j] += Acc(1);
                });
   store_param_grads<W>(p, at, sum);
 }
@@ -225,14 +209,15 @@ Launch grad_launch(int chunks, int64_t groups, int64_t parts_of_group, int most 
   return {groups * chunks, kWarpSize * warps};
 }
 
-// Calls then(width, chunks) with the columns that a thread has at once, and the blocks that a row
-// takes.
-template <typename Acc, typename Then>
-cudaError_t with_columns(int cols, const Then& then) {
-  constexpr int kMostWidth = vector_width(sizeof(Acc));
-  return dispatch_bool(cols % kMostWidth == 0, [&](auto aligned) {
-    constexpr int kWidth = aligned() ? kMostWidth : 1;
-    return then(std::integral_constant<int, kWidth>{}, (cols - 1) / (kColumnLanes * kWidth) + 1);
+// Calls then(types, width, chunks) with the columns of a thread, and the blocks of a row.
+cudaError_t dispatch_grads(const DataTypes& types, int cols, const auto& then) {
+  return dispatch_types(types, [&](auto t) {
+    constexpr int kMostWidth = vector_width(sizeof(typename decltype(t)::Acc));
+    return dispatch_bool(cols % kMostWidth == 0, [&](auto aligned) {
+      constexpr int kWidth = aligned() ? kMostWidth : 1;
+      return then(t, std::integral_constant<int, kWidth>{},
+                  (cols - 1) / (kColumnLanes * kWidth) + 1);
+    });
   });
 }
 
@@ -243,14 +228,12 @@ cudaError_t launch_param_grad(const BackwardParams& params, const DataTypes& typ
   if (partials.count == 1 || (params.dweight == nullptr && params.dbias == nullptr)) {
     return cudaSuccess;
   }
-  return dispatch_types(types, [&](auto t) {
-    using Acc = typename decltype(t)::Acc;
-    using W = typename decltype(t)::W;
-    return with_columns<Acc>(params.cols, [&](auto width, int chunks) {
-      const int most = partials.count > kManyParts ? kMostWarpsOfMany : kMostWarps;
-      return launch_early(partials.starts_early, param_grad_kernel<Acc, W, width()>,
-                          grad_launch(chunks, 1, partials.count, most), stream, partials, params);
-    });
+  return dispatch_grads(types, params.cols, [&](auto t, auto width, int chunks) {
+    using T = decltype(t);
+    const int most = partials.count > kManyParts ? kMostWarpsOfMany : kMostWarps;
+    return launch_early(partials.starts_early,
+                        param_grad_kernel<typename T::Acc, typename T::W, width()>,
+                        grad_launch(chunks, 1, partials.count, most), stream, partials, params);
   });
 }
 
@@ -260,38 +243,32 @@ cudaError_t launch_modulation_grad(const BackwardParams& params, const DataTypes
   const bool wanted = params.dshift != nullptr || params.dscale != nullptr ||
                       params.dgate != nullptr || needs_columns;
   if (params.group_rows == 1 || !wanted) return cudaSuccess;
-  return dispatch_types(types, [&](auto t) {
+  return dispatch_grads(types, params.cols, [&](auto t, auto width, int chunks) {
     using Acc = typename decltype(t)::Acc;
     using W = typename decltype(t)::W;
-    return with_columns<Acc>(params.cols, [&](auto width, int chunks) {
-      const int64_t groups = params.rows / params.group_rows;
-      const Launch per_group = grad_launch(chunks, groups, parts.sets / groups + 1);
-      const bool early = parts.partials.starts_early;
-      const cudaError_t error = dispatch_bool(params.modulation.gate != nullptr, [&](auto gated) {
-        constexpr int kSums = gated() ? 3 : 2;
-        return launch_early(early, modulation_grad_kernel<Acc, W, width(), kSums>, per_group,
-                            stream, parts, chunks, params);
-      });
-      if (error != cudaSuccess || !needs_columns) return error;
-      const Launch of_all = grad_launch(chunks, 1, groups);
-      return launch_early(early, modulated_param_grad_kernel<Acc, W, width()>, of_all, stream,
-                          parts.sums_offset, params);
+    const int64_t groups = params.rows / params.group_rows;
+    const Launch per_group = grad_launch(chunks, groups, parts.sets / groups + 1);
+    const bool early = parts.partials.starts_early;
+    const cudaError_t error = dispatch_bool(params.modulation.gate != nullptr, [&](auto gated) {
+      constexpr int kSums = gated() ? 3 : 2;
+      return launch_early(early, modulation_grad_kernel<Acc, W, width(), kSums>, per_group, stream,
+                          parts, chunks, params);
     });
+    if (error != cudaSuccess || !needs_columns) return error;
+    return launch_early(early, modulated_param_grad_kernel<Acc, W, width()>,
+                        grad_launch(chunks, 1, groups), stream, parts.sums_offset, params);
   });
 }
 
 cudaError_t launch_gate_grad(const GateParams& params, const DataTypes& types,
                              const backward::GroupParts& parts, cudaStream_t stream) {
   if (params.group_rows == 1 || params.dgate == nullptr) return cudaSuccess;
-  return dispatch_types(types, [&](auto t) {
-    using Acc = typename decltype(t)::Acc;
-    using W = typename decltype(t)::W;
-    return with_columns<Acc>(params.cols, [&](auto width, int chunks) {
-      const int64_t groups = params.rows / params.group_rows;
-      const Launch per_group = grad_launch(chunks, groups, parts.sets / groups + 1);
-      return launch_early(parts.partials.starts_early, gate_grad_kernel<Acc, W, width()>, per_group,
-                          stream, parts, chunks, params);
-    });
+  return dispatch_grads(types, params.cols, [&](auto t, auto width, int chunks) {
+    using T = decltype(t);
+    const int64_t groups = params.rows / params.group_rows;
+    return launch_early(
+        parts.partials.starts_early, gate_grad_kernel<typename T::Acc, typename T::W, width()>,
+        grad_launch(chunks, groups, parts.sets / groups + 1), stream, parts, chunks, params);
   });
 }
 

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Code that backward's persistent blocks share, whether they work on whole rows
-// (layernorm_kernel.cu), on the rows of one group after the other (backward/group.cu) or on slices
-// of rows (backward/split.cu): how x and dy of their rows are loaded, and the gradients of a
-// thread's share of a row.
+// What backward's persistent blocks share, of whole rows (layernorm_kernel.cu), of groups of rows
+// (backward/group.cu) and of slices of rows (backward/split.cu): how x and dy come, and the
+// gradients of a thread's share of a row.
 #pragma once
 
 #include "backward/running_param_grads.cuh"
@@ -15,9 +14,8 @@
 namespace fused_layernorm {
 
 // The shared memory of a block whose rows come by bulk copies: weight, and bias where an activation
-// reads it, and then for each team x of all of its stages and dy of all of its stages. A parameter,
-// and x or dy of one stage, has room for `stage_cols` columns. With a modulation, weight is the
-// combined weight (combined_weight()), and the gate, if there is one, follows it.
+// reads it, or with a modulation the combined weight and the gate; then each team's x of all stages
+// and dy of all stages. A parameter, and a stage of x or dy, has room for `stage_cols` columns.
 template <typename N, int kWidth>
 struct BackwardRing {
   using X = typename N::X;
@@ -39,9 +37,8 @@ struct BackwardRing {
   // A stage's barrier waits for the bulk copies and for the statistics.
   static constexpr int kArrivals = 2;
 
-  __device__ __forceinline__ BackwardRing(unsigned char* shared, Pair<float>* all_statistics,
-                                          uint64_t* barriers, const backward::Persistent& its_plan,
-                                          int team, bool has_bias)
+  FUSED_DEVICE BackwardRing(unsigned char* shared, Pair<float>* all_statistics, uint64_t* barriers,
+                            const backward::Persistent& its_plan, int team, bool has_bias)
       : statistics(all_statistics + team * kMostStages),
         full(barriers + team * kMostStages),
         stage_cols(its_plan.stage_cols),
@@ -60,28 +57,27 @@ struct BackwardRing {
   }
 
   // The bytes between `row` and the multiple of 16 bytes at or before it. Bulk copies begin and end
-  // at such multiples. A row that does not is copied with up to 15 bytes on either side of it.
-  // These bytes are never outside an allocation, as allocations begin and end at larger powers of
-  // two.
+  // at such multiples, and bring up to 15 bytes more, which never lie outside an allocation: these
+  // begin and end at larger powers of two.
   template <typename V>
-  static __device__ __forceinline__ uint32_t skipped(const V* row) {
+  static FUSED_DEVICE uint32_t skipped(const V* row) {
     return kWidth > 1 ? 0 : static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row)) % 16;
   }
   template <typename V>
-  static __device__ __forceinline__ uint32_t copied(const V* row, int cols) {
+  static FUSED_DEVICE uint32_t copied(const V* row, int cols) {
     const uint32_t bytes = skipped(row) + cols * static_cast<uint32_t>(sizeof(V));
     return kWidth > 1 ? bytes : (bytes + 15) / 16 * 16;
   }
   template <typename V>
-  static __device__ __forceinline__ const V* before(const V* row, uint32_t bytes) {
+  static FUSED_DEVICE const V* before(const V* row, uint32_t bytes) {
     return reinterpret_cast<const V*>(reinterpret_cast<const char*>(row) - bytes);
   }
 
   // Starts the copies of a row to a stage that no thread reads any more. One thread of the team
   // calls, behind a barrier of the team that all of its threads have reached after they used what
   // they had read there: so their loads are over, and the fence orders the copies behind them.
-  __device__ __forceinline__ void fill(const BackwardParams& p, int first_col, int cols, int stage,
-                                       int64_t row, bool reads_x) const {
+  FUSED_DEVICE void fill(const BackwardParams& p, int first_col, int cols, int stage, int64_t row,
+                         bool reads_x) const {
     const X* x_row = x_row_of<N>(p, row, first_col);
     const Y* dy_row = dy_row_of<N>(p, row, first_col);
     const uint32_t x_bytes = reads_x ? copied(x_row, cols) : 0;
@@ -103,13 +99,13 @@ struct BackwardRing {
   }
 
   // mean and rstd of the row in a stage.
-  __device__ __forceinline__ Pair<float> statistics_of(int stage) const {
+  FUSED_DEVICE Pair<float> statistics_of(int stage) const {
     return {statistics[stage].first, statistics[stage].second};
   }
 
   // Sets to zero the columns that no copy writes, in all stages, so that a thread's missing vectors
   // add nothing to its sums. All threads of the team call, and a barrier must follow.
-  __device__ __forceinline__ void clear_behind(int cols, const BlockTeam& team) const {
+  FUSED_DEVICE void clear_behind(int cols, const BlockTeam& team) const {
     for (int stage = 0; stage < stages; ++stage) {
       const int first = stage * stage_cols;
       for (int col = cols + team.thread; col < stage_cols; col += team.threads) {
@@ -121,7 +117,7 @@ struct BackwardRing {
 
   // Initializes the team's barriers, and the means of RMSNorm, which no copy writes. One thread of
   // the team calls, and __syncthreads() must follow.
-  __device__ __forceinline__ void init(const BackwardParams& p) const {
+  FUSED_DEVICE void init(const BackwardParams& p) const {
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
       barrier_init(full + i, kArrivals);
@@ -154,11 +150,10 @@ struct PersistentRows {
   const ColumnParameters<W> parameters;
   const bool reads_x;
 
-  __device__ __forceinline__ PersistentRows(const BackwardParams& params,
-                                            const backward::Persistent& plan, int from, int count,
-                                            const BlockTeam& team, int team_index,
-                                            unsigned char* shared, Pair<float>* stage_statistics,
-                                            uint64_t* barriers)
+  FUSED_DEVICE PersistentRows(const BackwardParams& params, const backward::Persistent& plan,
+                              int from, int count, const BlockTeam& team, int team_index,
+                              unsigned char* shared, Pair<float>* stage_statistics,
+                              uint64_t* barriers)
       : p(params),
         first_col(from),
         cols(count),
@@ -169,12 +164,9 @@ struct PersistentRows {
         parameters(parameters_of<N>(p, first_col)),
         reads_x(N::Affine::kModulates || needs_x(p)) {}
 
-  // With a ring, copies the parameters to shared memory and prepares the ring; one thread of each
-  // team then calls fill_first(). All threads of the block call; those of a warp that belongs to no
-  // team have `in_team` = false.
-  template <typename FillFirst>
-  __device__ __forceinline__ void start(const BlockTeam& team, bool in_team,
-                                        const FillFirst& fill_first) const {
+  // With a ring, copies the parameters to shared memory and prepares the ring, which one thread of
+  // each team fills by fill_first(). All threads of the block call, also those `in_team` = false.
+  FUSED_DEVICE void start(const BlockTeam& team, bool in_team, const auto& fill_first) const {
     if constexpr (kBulk) {
       if constexpr (!N::Affine::kModulates) {
         const int room = ring.stage_cols / kWidth;
@@ -188,8 +180,7 @@ struct PersistentRows {
       if (fills) fill_first();
     }
   }
-  __device__ __forceinline__ void start(const BlockTeam& team, bool in_team,
-                                        const SliceWork& work) const {
+  FUSED_DEVICE void start(const BlockTeam& team, bool in_team, const SliceWork& work) const {
     start(team, in_team, [&] {
 #pragma unroll 1
       for (int i = 0; i < ring.stages && i < work.rows; ++i) fill(i, work.row(i));
@@ -197,24 +188,23 @@ struct PersistentRows {
   }
 
   // Starts the copies of a row to a stage that no thread reads any more (BackwardRing::fill).
-  __device__ __forceinline__ void fill(int stage, int64_t row) const {
+  FUSED_DEVICE void fill(int stage, int64_t row) const {
     ring.fill(p, first_col, cols, stage, row, reads_x);
   }
-  // Called in iteration i: refills the stage of the row of `held` iterations ago. No thread of the
-  // team may read that row any more.
-  __device__ __forceinline__ void refill(const BlockTeam& team, const SliceWork& work,
-                                         const RingPosition& at, int i, int held) const {
+  // In iteration i: refills the stage of the row of `held` iterations ago, which nobody reads.
+  FUSED_DEVICE void refill(const BlockTeam& team, const SliceWork& work, const RingPosition& at,
+                           int i, int held) const {
     if (kBulk && team.thread == 0 && i >= held) {
       const int next = i - held + ring.stages;
       if (next < work.rows) fill(at.stage_of(held, ring.stages), work.row(next));
     }
   }
-  __device__ __forceinline__ void wait(const RingPosition& at) const {
+  FUSED_DEVICE void wait(const RingPosition& at) const {
     if constexpr (kBulk) barrier_wait(ring.full + at.stage, at.parity);
   }
 
   // mean and rstd of a row.
-  __device__ __forceinline__ Pair<Acc> statistics_of(int stage, int64_t row) const {
+  FUSED_DEVICE Pair<Acc> statistics_of(int stage, int64_t row) const {
     if constexpr (kBulk) {
       return ring.statistics_of(stage);
     } else {
@@ -222,11 +212,9 @@ struct PersistentRows {
     }
   }
 
-  // Calls use(k, gradients) for all of this thread's vectors of a row. At a missing vector dz and g
-  // are zero.
-  template <typename Use_>
-  __device__ __forceinline__ void with_gradients(int stage, int64_t row, Pair<Acc> statistics,
-                                                 const Use_& use) const {
+  // Calls use(k, gradients) for this thread's vectors of a row; at missing ones dz and g are zero.
+  FUSED_DEVICE void with_gradients(int stage, int64_t row, Pair<Acc> statistics,
+                                   const auto& use) const {
     const X* x_row = x_row_of<N>(p, row, first_col);
     const Y* dy_row = dy_row_of<N>(p, row, first_col);
     if constexpr (kBulk) {
@@ -240,20 +228,17 @@ struct PersistentRows {
     constexpr bool kHasRoom = kBulk && kWidth > 1;
     constexpr Use kUse = kBulk ? Use::kPlain : Use::kReadOnly;
     const int last_col = (share.vectors - 1) * kWidth;
-#pragma unroll
-    for (int from = 0; from < kVecs; from += kAtOnce) {
+    FUSED_UNROLL for (int from = 0; from < kVecs; from += kAtOnce) {
       Vec<X, kWidth> x[kAtOnce] = {};
       Vec<Y, kWidth> dy[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      FUSED_UNROLL for (int i = 0; i < kAtOnce; ++i) {
         int col = share.vector(from + i) * kWidth;
         if (!kHasRoom) col = min(col, last_col);
         if (kBulk || reads_x) x[i] = load<kUse, kWidth>(element(x_row, col));
         dy[i] = load<kUse, kWidth>(element(dy_row, col));
         if (!kHasRoom && !share.has(from + i)) dy[i] = {};
       }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      FUSED_UNROLL for (int i = 0; i < kAtOnce; ++i) {
         const int k = from + i;
         int col = share.vector(k) * kWidth;
         if (!kHasRoom) col = min(col, last_col);
@@ -264,17 +249,27 @@ struct PersistentRows {
     }
   }
 
-  // Stores the dx of a row, from gradients that are computed again. The row's statistics are read
-  // again, too, because the compiler has no registers to keep them.
-  __device__ __forceinline__ void store_dx(int stage, int64_t row, Pair<Acc> means) const {
-    const Pair<Acc> statistics = statistics_of(stage, row);
-    const DxRow<N> dx_row(p, row, first_col);
+  // The first read of a row: adds its gradients to the two sums over the row that dx needs and to
+  // the running sums, and keeps xhat and g (kKeep).
+  template <bool kKeep>
+  FUSED_DEVICE void add_row(int stage, int64_t row, const Pair<Acc>& statistics, Pair<Acc>& sums,
+                            RunningParamGrads<Acc, kWidth, kVecs>& grads,
+                            KeptRow<N, kWidth, kVecs>& kept) const {
     with_gradients(stage, row, statistics, [&](int k, const auto& gradients) {
-      // In half precision the store is predicated, because the next vectors would wait for a branch
-      // (8192 x 32768 bfloat16: 504 us with branches, 487 without; but 128 x 1048576 float32: 533
-      // with branches, 553 without). With half-precision dy beside float32 x, branches would make
-      // the compiler spill registers.
-      constexpr bool kBranch = (sizeof(X) > 2 && sizeof(Y) > 2) || kWidth == 1;
+      gradients.add_sums(sums);
+      gradients.add_dparams(grads.dweight(k), grads.dbias(k));
+      if constexpr (kKeep) kept.keep(k, gradients);
+    });
+  }
+
+  // The second read of a row: stores dx, from gradients that are computed again. In half precision
+  // the store is predicated, because the next vectors would wait for a branch (8192 x 32768
+  // bfloat16: 504 us with branches, 487 without; but 128 x 1048576 float32: 533 with branches, 553
+  // without). With half-precision dy beside float32 x, branches would make the compiler spill.
+  template <bool kBranch = (sizeof(X) > 2 && sizeof(Y) > 2) || kWidth == 1>
+  FUSED_DEVICE void store_dx(int stage, const DxRow<N>& dx_row, int64_t row, Pair<Acc> statistics,
+                             Pair<Acc> means) const {
+    with_gradients(stage, row, statistics, [&](int k, const auto& gradients) {
       if (kBranch && !share.has(k)) return;
       const int col = share.template col<kWidth>(k);
       const auto dx = dx_row.vector(gradients.xhat, gradients.g, means, statistics.second,
@@ -285,7 +280,7 @@ struct PersistentRows {
 
  private:
   // The parameters at the vector of the slice's column `col`.
-  __device__ __forceinline__ auto parameters_at(int64_t row, int col) const {
+  FUSED_DEVICE auto parameters_at(int64_t row, int col) const {
     VectorParameters<typename Ring::Weight, W, kWidth> at = {};
     if constexpr (kBulk) {
       at.weight = load<Use::kPlain, kWidth>(ring.weight + col);

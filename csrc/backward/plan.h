@@ -15,6 +15,7 @@
 #include "backward/warp.h"
 
 namespace fused_layernorm {
+
 namespace backward {
 
 // In the order in which they are asked: few rows by one launch; short rows by logical warps, longer

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A team that works on one row and keeps nothing for a next one: the lanes of a logical warp, or
-// whole warps.
+// A team for one row, which keeps nothing for a next one: a logical warp, or whole warps.
 #pragma once
 
 #include "backward/teams.h"
@@ -8,8 +7,7 @@
 
 namespace fused_layernorm {
 
-// The scratch memory, in pairs, that team_sum() needs for all teams of a block. A team needs up to
-// three pairs more than it has warps.
+// Pairs for team_sum() in all teams of a block: a team needs up to three more than it has warps.
 constexpr int kRowTeamScratch = scratch_values(kBackwardThreads / kWarpSize * 4);
 
 // How the threads of a block of few rows are laid out as teams: an argument of kernels. A thread
@@ -38,19 +36,19 @@ struct RowTeam {
 
   // By divisions. Where there are many rows, other warps work meanwhile, and without the divisions
   // kernels for many rows would spill registers.
-  __device__ __forceinline__ RowTeam(int team_threads, bool lanes)
+  FUSED_DEVICE RowTeam(int team_threads, bool lanes)
       : threads(team_threads),
         thread(threadIdx.x % team_threads),
         index(threadIdx.x / team_threads),
         by_lanes(lanes) {}
-  __device__ __forceinline__ explicit RowTeam(const TeamLayout& layout)
+  FUSED_DEVICE explicit RowTeam(const TeamLayout& layout)
       : threads(layout.team_threads),
         index(threadIdx.x * layout.reciprocal >> TeamLayout::kShift),
         by_lanes(layout.by_lanes) {
     thread = threadIdx.x - index * threads;
   }
 
-  __device__ __forceinline__ Pair<Acc> sum(Pair<Acc> sums, Pair<Acc>* scratch) const {
+  FUSED_DEVICE Pair<Acc> sum(Pair<Acc> sums, Pair<Acc>* scratch) const {
     if (by_lanes) return logical_warp_sum(sums, threads);
     const BlockTeam team(threads, index);
     return team_sum(sums, team, scratch + index * scratch_values(team.warps()));

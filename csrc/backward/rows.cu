@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of rows each of which has a modulation of its own (shift, scale and gate per token). No
-// gradient is a sum over rows, so a team reads its row, stores all of the row's gradients and ends;
-// many small blocks keep memory busy.
+// Backward of rows each of which has a modulation of its own (per token). No gradient is a sum over
+// rows: a team stores all of its row's and ends; many small blocks keep memory busy.
 #include "backward/row_team.cuh"
 #include "backward/rows.h"
 #include "base/launch.cuh"
@@ -34,8 +33,7 @@ __global__ void __launch_bounds__(backward_rows_bounds(kVecs* kWidth, N::Prologu
 
   Vec<X, kWidth> x[kVecs], added[kVecs], input[kVecs] = {};
   Vec<Y, kWidth> dy[kVecs];
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     const int col = share.template col<kWidth>(k);
     x[k] = load<Use::kReadOnly, kWidth>(element(x_row, col));
     dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));
@@ -52,8 +50,7 @@ __global__ void __launch_bounds__(backward_rows_bounds(kVecs* kWidth, N::Prologu
   };
   constexpr bool kEarly = backward_rows_load_early(kVecs * kWidth, kGated);
   if constexpr (kEarly) {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) load_beside(k);
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) load_beside(k);
   }
   const auto [mean, rstd] = load_statistics<Acc>(p, row);
   const auto gradients_of = [&](int k) {
@@ -62,12 +59,10 @@ __global__ void __launch_bounds__(backward_rows_bounds(kVecs* kWidth, N::Prologu
     return Gradients<N, kWidth>(p, x[k], dy[k], mean, rstd, weight, Vec<W, kWidth>{});
   };
   Pair<Acc> sums;
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) gradients_of(k).add_sums(sums);
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) gradients_of(k).add_sums(sums);
   const Pair<Acc> means = means_of(p, team.sum(sums, scratch));
   if (own_row >= p.rows) return;
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     if (!share.has(k)) continue;
     const int col = share.vector(k) * kWidth;
     const auto gradients = gradients_of(k);
@@ -93,8 +88,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       return dispatch_vecs(BackwardRowsVecs<width()>{}, plan.vecs, [&](auto vecs) {
-        // Where elements are moved one by one, the gate's gradient has a kernel of its own
-        // (gate.cu).
+        // Where single elements are moved, the gate's gradient has a kernel of its own (gate.cu).
         return dispatch_bool<(width() > 1)>(params.modulation.gate != nullptr, [&](auto gated) {
           using Prologue = std::conditional_t<gated(), GatedGradient, MayAddGradient>;
           using N = NormOf<T, Prologue, Identity, MayBeAffineAndModulate>;

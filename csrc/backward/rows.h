@@ -1,22 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The strategy "rows": rows that each have a modulation of their own, so that there are no sums
-// over rows.
+// The strategy "rows": each row has a modulation of its own, so nothing is summed over rows.
 #pragma once
 
 #include "backward/warp.h"
 
 namespace fused_layernorm {
-namespace backward {
-
-struct Rows : OneRowATeam {
-  static constexpr const char* kName = "rows";
-
-  static std::optional<Rows> make(const Problem& problem, const Device&, const Forced& forced);
-};
-
-}  // namespace backward
-
-BackwardLaunch<backward::Rows> launch_layer_norm_backward;
 
 // Rows with a modulation of their own: a block has about this many threads, or one larger team. The
 // lists are the numbers of vectors that kernels are compiled for.
@@ -39,6 +27,12 @@ static_assert(vector_width(4) == 4 && vector_width(2) == 8,
               "the vectors that kernels of float32 and of half precision are compiled for");
 
 namespace backward {
+
+struct Rows : OneRowATeam {
+  static constexpr const char* kName = "rows";
+
+  static std::optional<Rows> make(const Problem& problem, const Device&, const Forced& forced);
+};
 
 inline std::optional<Rows> Rows::make(const Problem& problem, const Device& device,
                                       const Forced& forced) {
@@ -72,5 +66,9 @@ inline std::optional<Rows> Rows::make(const Problem& problem, const Device& devi
   plan.blocks = ceil_div(problem.rows, teams);
   return plan;
 }
+
 }  // namespace backward
+
+BackwardLaunch<backward::Rows> launch_layer_norm_backward;
+
 }  // namespace fused_layernorm

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The running sums that the threads of backward's persistent blocks keep in registers (dweight and
-// dbias, or dgate), and how they are added up over the teams or logical warps of a block at the
-// end.
+// The running sums that threads of backward's persistent blocks keep in registers (dweight and
+// dbias, or dgate), and how those of a block's teams or logical warps are added up.
 #pragma once
 
 #include "norm/param_grad.cuh"
@@ -15,10 +14,8 @@ struct RunningSums {
 
   // Stores the sums, of columns that no other thread of the block has. `first_col` is the column of
   // the row at which the block's slice or chunk begins.
-  template <typename Sink, typename Share>
-  __device__ __forceinline__ void store(const Sink& sink, const Share& share, int first_col) const {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+  FUSED_DEVICE void store(const auto& sink, const auto& share, int first_col) const {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       if (!share.has(k)) continue;
       const int col = first_col + share.vector(k) * kWidth;
       if constexpr (kSums == 2) {
@@ -32,29 +29,25 @@ struct RunningSums {
   // Adds up the sums of a block's teams, in order, and stores the totals. `shared` is memory that
   // no thread needs any more, with room for [sum][team][piece][thread], where a piece is a part of
   // a thread's columns.
-  template <typename Sink, typename Share>
-  __device__ __forceinline__ void store_sum_of_teams(const Sink& sink, const Share& share,
-                                                     int first_col, const BlockTeam& team,
-                                                     int teams, void* shared) const {
+  FUSED_DEVICE void store_sum_of_teams(const auto& sink, const auto& share, int first_col,
+                                       const BlockTeam& team, int teams, void* shared) const {
     constexpr int kVectorCols = vector_width(sizeof(Acc));
     constexpr int kPieceCols = kWidth < kVectorCols ? kWidth : kVectorCols;
     constexpr int kPiecesOfVec = kWidth / kPieceCols, kPieces = kVecs * kPiecesOfVec;
     using Piece = Vec<Acc, kPieceCols>;
     const int team_pieces = kPieces * team.threads, all_pieces = teams * team_pieces;
     Piece* of_teams[kSums];
-#pragma unroll
-    for (int s = 0; s < kSums; ++s) {
+    FUSED_UNROLL for (int s = 0; s < kSums; ++s) {
       of_teams[s] = static_cast<Piece*>(shared) + team.thread + s * all_pieces;
     }
     __syncthreads();
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
         const int piece = k * kPiecesOfVec + j / kPieceCols;
         const int at = team.index * team_pieces + piece * team.threads;
-#pragma unroll
-        for (int s = 0; s < kSums; ++s) of_teams[s][at].at[j % kPieceCols] = sums[s][k][j];
+        FUSED_UNROLL for (int s = 0; s < kSums; ++s) {
+          of_teams[s][at].at[j % kPieceCols] = sums[s][k][j];
+        }
       }
     }
     __syncthreads();
@@ -66,12 +59,9 @@ struct RunningSums {
 #pragma unroll 2
       for (int at = piece * team.threads; at < all_pieces; at += team_pieces) {
         Piece pieces[kSums];
-#pragma unroll
-        for (int s = 0; s < kSums; ++s) pieces[s] = of_teams[s][at];
-#pragma unroll
-        for (int j = 0; j < kPieceCols; ++j) {
-#pragma unroll
-          for (int s = 0; s < kSums; ++s) totals[s][j] += pieces[s].at[j];
+        FUSED_UNROLL for (int s = 0; s < kSums; ++s) pieces[s] = of_teams[s][at];
+        FUSED_UNROLL for (int j = 0; j < kPieceCols; ++j) {
+          FUSED_UNROLL for (int s = 0; s < kSums; ++s) totals[s][j] += pieces[s].at[j];
         }
       }
       const int col = first_col + vector * kWidth + piece % kPiecesOfVec * kPieceCols;
@@ -92,38 +82,36 @@ using RunningGateGrad = RunningSums<Acc, 1, kWidth, kVecs>;
 template <typename Acc, int kWidth, int kVecs>
 struct RunningParamGrads : RunningSums<Acc, 2, kWidth, kVecs> {
   using Columns = Acc[kWidth];
-  __device__ __forceinline__ Columns& dweight(int k) { return this->sums[0][k]; }
-  __device__ __forceinline__ Columns& dbias(int k) { return this->sums[1][k]; }
+  FUSED_DEVICE Columns& dweight(int k) { return this->sums[0][k]; }
+  FUSED_DEVICE Columns& dbias(int k) { return this->sums[1][k]; }
 
   // A thread may have a second sum in shared memory for each of its running sums, stored as
   // [column][dweight, dbias][thread of the block]. add_to() adds the running sums to the second
   // sums and sets the running sums to zero; take() does the opposite.
-  __device__ __forceinline__ void add_to(Acc* second_sums) {
+  FUSED_DEVICE void add_to(Acc* second_sums) {
     with_second(second_sums, [](Acc& sum, Acc& second) {
       second += sum;
       sum = 0;
     });
   }
-  __device__ __forceinline__ void take(Acc* second_sums) {
+  FUSED_DEVICE void take(Acc* second_sums) {
     with_second(second_sums, [](Acc& sum, Acc& second) {
       sum += second;
       second = 0;
     });
   }
-  static __device__ __forceinline__ void clear(Acc* second_sums) {
+  static FUSED_DEVICE void clear(Acc* second_sums) {
     RunningParamGrads any;
     any.with_second(second_sums, [](Acc&, Acc& second) { second = 0; });
   }
 
   // Adds up the sums of a block's logical warps, first within each warp, then over the warps, and
   // stores the totals. `shared` has room for [dweight, dbias][warp][cols].
-  template <int kWarps, typename Sink, typename Share>
-  __device__ __forceinline__ void store_sum_of_logical_warps(const Sink& sink, const Share& share,
-                                                             int lanes, int cols, void* shared) {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
+  template <int kWarps>
+  FUSED_DEVICE void store_sum_of_logical_warps(const auto& sink, const auto& share, int lanes,
+                                               int cols, void* shared) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
         for (int offset = lanes; offset < kWarpSize; offset *= 2) {
           dweight(k)[j] += shuffle_xor(dweight(k)[j], offset);
           dbias(k)[j] += shuffle_xor(dbias(k)[j], offset);
@@ -133,12 +121,10 @@ struct RunningParamGrads : RunningSums<Acc, 2, kWidth, kVecs> {
     Acc* of_warps = static_cast<Acc*>(shared);
     const int warp = threadIdx.x / kWarpSize;
     if (threadIdx.x % kWarpSize < lanes) {
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
+      FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
         const int col = share.vector(k) * kWidth;
         if (share.has(k)) {
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) {
+          FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
             of_warps[warp * cols + col + j] = dweight(k)[j];
             of_warps[(kWarps + warp) * cols + col + j] = dbias(k)[j];
           }
@@ -149,8 +135,7 @@ struct RunningParamGrads : RunningSums<Acc, 2, kWidth, kVecs> {
     for (int col = threadIdx.x; col < cols; col += kWarps * kWarpSize) {
       // Four short chains of additions are rounded less than one long chain.
       Acc of_weight[4] = {}, of_bias[4] = {};
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
+      FUSED_UNROLL for (int w = 0; w < kWarps; ++w) {
         of_weight[w % 4] += of_warps[w * cols + col];
         of_bias[w % 4] += of_warps[(kWarps + w) * cols + col];
       }
@@ -161,13 +146,10 @@ struct RunningParamGrads : RunningSums<Acc, 2, kWidth, kVecs> {
 
  private:
   // Calls use(sum, second) for each running sum and its second sum.
-  template <typename Use_>
-  __device__ __forceinline__ void with_second(Acc* second_sums, const Use_& use) {
+  FUSED_DEVICE void with_second(Acc* second_sums, const auto& use) {
     Acc* at = second_sums + threadIdx.x;
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
         use(dweight(k)[j], at[(2 * (k * kWidth + j)) * blockDim.x]);
         use(dbias(k)[j], at[(2 * (k * kWidth + j) + 1) * blockDim.x]);
       }

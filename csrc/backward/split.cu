@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of rows that several blocks share: persistent blocks, each with the same slice of every
-// row it works on. A block keeps dweight and dbias of its slice in registers. The blocks that share
-// a row publish its sums in global memory and collect them a row or two later, so that no block
-// waits for the others. The collector, a warp that does nothing else, collects the sums. Where a
-// block has no threads left for a collector, or is faster with all of its threads on rows, its
-// first warp collects the sums beside its own work.
+// Backward of rows that several blocks share: persistent blocks, each with one slice of its rows,
+// whose dweight and dbias stay in registers. Blocks publish their sums of a row and collect those
+// of the others a row or two later, so that none waits. The collector, a warp of its own, collects
+// them, or the first warp does so beside its work, where that is faster.
 #include "backward/persistent.cuh"
 #include "backward/split.h"
 #include "base/launch.cuh"
@@ -82,7 +80,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         meet_when_collected(plan.threads);
         sums = collected[(i - lag) % kMostCollected];
       }
-      rows.store_dx(stage, row, means_of(p, sums));
+      const Pair<float> means = means_of(p, sums), again = rows.statistics_of(stage, row);
+      rows.store_dx(stage, DxRow<N>(p, row, work.first_col), row, again, means);
     }
     read.advance(plan.stages);
   }
@@ -92,8 +91,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   if (sink.wanted()) grads.store(sink, rows.share, work.first_col);
 }
 
-// Without bulk copies there are kernels only for whole vectors, and only for the longest slices
-// (split_least_vecs()).
+// Without bulk copies there are kernels only for whole vectors of the longest slices.
 template <typename N, int kWidth, int kVecs, bool kBulk>
 cudaError_t launch_split(const BackwardParams& params, const backward::Split& plan,
                          cudaStream_t stream) {

@@ -5,6 +5,13 @@
 #include "backward/teams.h"
 
 namespace fused_layernorm {
+
+// Slices that come through a ring may be short, because several must fit. Others are as long as a
+// block can have them, and their only kernel is that for the most columns a thread.
+constexpr int split_least_vecs(int width, bool ring) {
+  return ring ? 1 : most_backward_block_vecs(width);
+}
+
 namespace backward {
 
 struct Split : Persistent {
@@ -23,20 +30,6 @@ struct Split : Persistent {
   }
 };
 
-}  // namespace backward
-
-BackwardLaunch<backward::Split> launch_layer_norm_backward;
-
-// ---- Limits.
-
-// Slices that come through a ring may be short, because several must fit. Others are as long as a
-// block can have them, and their only kernel is that for the most columns a thread.
-constexpr int split_least_vecs(int width, bool ring) {
-  return ring ? 1 : most_backward_block_vecs(width);
-}
-
-namespace backward {
-
 static_assert(kHopper.lag_without_ring < kMostCollected,
               "collected sums wait no longer than they are kept");
 static_assert(kLeastSliceStages >= least_stages(false, kHopper.lags.at(kLeastSliceStages)),
@@ -49,9 +42,8 @@ inline int64_t slice_unit(const Problem& problem, int width) {
   return width == 1 ? 1 : aligned_cols(size_of(problem.x), size_of(problem.y));
 }
 
-// The slices of rows for `blocks_per_row` blocks. They begin at multiples of `unit` columns or, if
-// that would leave the last slice empty, at multiples of slice_unit(). If the last slice would
-// still be empty, there are none.
+// The slices of rows for `blocks_per_row` blocks. They begin at multiples of `unit` columns or,
+// where that leaves the last slice empty, of slice_unit(); or there are none.
 inline std::optional<Slices> slices_of(const Problem& problem, int width, int blocks_per_row,
                                        int64_t unit) {
   const int64_t share = ceil_div(problem.cols, blocks_per_row);
@@ -64,10 +56,7 @@ inline std::optional<Slices> slices_of(const Problem& problem, int width, int bl
   return std::nullopt;
 }
 
-// ---- The plan.
-
-// The threads of a block that work on a slice, and whether a warp beside them collects the sums of
-// its rows.
+// The threads of a block on a slice, and whether a warp beside them collects its rows' sums.
 struct SliceTeam {
   Team team;
   bool has_collector;
@@ -125,13 +114,11 @@ inline std::optional<Split> split_into(const Slices& slices, const SliceRing& wa
   return plan;
 }
 
-// The plan with the fewest blocks a row that has one. If the number of blocks a row is forced, only
-// that number is tried.
+// The plan with the fewest blocks a row that has one, or with the number that is forced.
 inline std::optional<Split> split_with(const SliceRing& wanted, const Problem& problem,
                                        const Device& device, const Forced& forced) {
   const int width = width_of(problem);
-  // Slices begin a whole number of cache lines behind the beginning of their row, in the narrower
-  // of x and dy.
+  // Slices begin whole cache lines behind their row's beginning, in the narrower of x and dy.
   const int64_t unit = slice_unit(problem, width);
   const int64_t line_cols = width == 1 ? unit : unit * (kCacheLineBytes / kVectorBytes);
   const int least = 2, most = most_blocks_per_row(device);
@@ -153,8 +140,7 @@ inline std::optional<Split> Split::make(const Problem& problem, const Device& de
                        forced.allows(kName, {Field::kVecs, Field::kTeams, Field::kBulk,
                                              Field::kStages, Field::kLag, Field::kBlocksPerRow}) &&
                        forced.allows(Field::kTeams, 1);
-  // There are no kernels for float64 and for a y narrower than x, nor for single elements without a
-  // ring.
+  // No kernels: float64, a y narrower than x, and single elements without a ring.
   const bool has_kernels = problem.x != DataType::kFloat64 && !is_narrowed(problem.x, problem.y) &&
                            (problem.aligned || may_have_ring(problem, device, forced));
   if (!allowed || !has_kernels) return std::nullopt;
@@ -173,5 +159,9 @@ inline std::optional<Split> Split::make(const Problem& problem, const Device& de
   if (problem.residual) return first_of(tuning.residual_slice_rings);
   return x_size == 2 ? first_of(tuning.half_slice_rings) : first_of(tuning.slice_rings);
 }
+
 }  // namespace backward
+
+BackwardLaunch<backward::Split> launch_layer_norm_backward;
+
 }  // namespace fused_layernorm

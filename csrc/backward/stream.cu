@@ -12,24 +12,23 @@ namespace {
 constexpr int kThreads = kBackwardStreamThreads, kBlocks = kBackwardStreamBlocks;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kTotalsThreads = 1024;
-// The number of chunks whose rows the last kernel takes together: as many as the first kernel works
-// on at once (on an H200). So the last kernel begins with the data that the first one read last,
-// which L2 may still have.
+// The chunks whose rows the last kernel takes together: as many as the first works on at once (on
+// an H200), so that it begins with what L2 may still have.
 constexpr int kChunksTogether = 256;
 
 // The columns of a chunk.
 struct Chunk {
   int first_col, cols;
 
-  __device__ __forceinline__ Chunk(int index, const Slices& chunks, int all_cols)
+  FUSED_DEVICE Chunk(int index, const Slices& chunks, int all_cols)
       : first_col(index * chunks.cols), cols(min(chunks.cols, all_cols - first_col)) {}
 };
 
 // The weight at a vector of a chunk's columns, or with a modulation the row's combined weight.
 template <typename N, int kWidth>
-__device__ __forceinline__ auto weight_of(const BackwardParams& p,
-                                          const ColumnParameters<typename N::W>& parameters,
-                                          int64_t row, int first_col, int col) {
+FUSED_DEVICE auto weight_of(const BackwardParams& p,
+                            const ColumnParameters<typename N::W>& parameters, int64_t row,
+                            int first_col, int col) {
   if constexpr (N::Affine::kModulates) {
     const auto scale = scale_of_row<N>(p, row, first_col).template load<kWidth>(col);
     return combined_weight<N, kWidth>(p, col, scale, first_col);
@@ -38,11 +37,10 @@ __device__ __forceinline__ auto weight_of(const BackwardParams& p,
   }
 }
 
-// The first kernel. Each block owns the columns of one chunk for the rows set, set + sets, ...: it
-// computes their dweight and dbias, and each of its warps stores its part of the two sums of each
-// row. Warps do not wait for each other, so that some load while others compute. With a modulation
-// the rows of a block follow each other, and the block computes dscale and dshift of each group of
-// rows, or of each row, instead of dweight and dbias.
+// The first kernel. A block has one chunk of the rows set, set + sets, ...: it computes dweight and
+// dbias of its columns, and each warp stores its part of the two sums of each row, so that no warp
+// waits. With a modulation the rows follow each other, and the block computes dscale and dshift of
+// each group of rows, or of each row.
 template <typename N, int kWidth>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     layer_norm_backward_stream_sums_kernel(const Slices chunks,
@@ -94,15 +92,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     // With a dy of zero, a missing vector adds zero.
     Vec<typename N::X, kWidth> x[kVecs] = {};
     Vec<typename N::Y, kWidth> dy[kVecs] = {};
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       const int col = share.template col<kWidth>(k);
       if (reads_x) x[k] = load<Use::kReadOnly, kWidth>(element(x_row, col));
       if (share.has(k)) dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));
     }
     Pair<Acc> sums = {0, 0};
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       const int col = share.template col<kWidth>(k);
       const Gradients<N, kWidth> gradients(
           p, x[k], dy[k], mean, rstd,
@@ -131,8 +127,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// The second kernel, one block a row: the two means over the row, from the sums that the first
-// kernel's warps have stored.
+// The second kernel, one block a row: the two means over the row, from the warps' sums.
 template <typename Acc>
 __global__ void __launch_bounds__(kTotalsThreads)
     layer_norm_backward_stream_totals_kernel(const int chunks, const int64_t totals_offset,
@@ -178,8 +173,7 @@ __global__ void __launch_bounds__(kThreads)
   const Y* dy_row = dy_row_of<N>(p, row, chunk.first_col);
   Vec<X, kWidth> x[kVecs], added[kVecs];
   Vec<Y, kWidth> dy[kVecs];
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     const int col = share.template col<kWidth>(k);
     added[k] = dx_row.template added<kWidth>(col);
     x[k] = load<Use::kReadOnly, kWidth>(element(x_row, col));
@@ -187,8 +181,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const auto [mean, rstd] = load_statistics<Acc>(p, row);
   const Pair<Acc> means = totals[row];
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     const int col = share.template col<kWidth>(k);
     const Gradients<N, kWidth> gradients(
         p, x[k], dy[k], mean, rstd, weight_of<N, kWidth>(p, parameters, row, chunk.first_col, col),

@@ -1,11 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// The strategy "stream", for rows of any length: the sums of chunks, their combination, then a
-// second read of the row.
+// The strategy "stream", for any length: sums of chunks, their combination, a second read.
 #pragma once
 
 #include "backward/teams.h"
 
 namespace fused_layernorm {
+
+// Threads of a block, each warp of which writes its part of a row's sums to the workspace.
+constexpr int kBackwardStreamThreads = 256;
+// Blocks of the first stream kernel that a multiprocessor has registers for.
+constexpr int kBackwardStreamBlocks = 2;
+constexpr int backward_stream_vecs(int width) { return 16 / width; }
+constexpr int backward_stream_cols(int width) {
+  return kBackwardStreamThreads * backward_stream_vecs(width) * width;
+}
+// As in forward/stream.h.
+static_assert(backward_stream_cols(1) >= 4096 && backward_stream_cols(8) >= 4096,
+              "a launch has enough blocks for all chunks of all rows that a device holds");
+
 namespace backward {
 
 struct Stream : Launch {
@@ -24,25 +36,6 @@ struct Stream : Launch {
     add_sums(json, *this);
   }
 };
-
-}  // namespace backward
-
-BackwardLaunch<backward::Stream> launch_layer_norm_backward;
-
-// Threads of the stream kernels' blocks. Each warp writes its part of a row's sums to the
-// workspace.
-constexpr int kBackwardStreamThreads = 256;
-// Blocks of the first stream kernel that a multiprocessor has registers for.
-constexpr int kBackwardStreamBlocks = 2;
-constexpr int backward_stream_vecs(int width) { return 16 / width; }
-constexpr int backward_stream_cols(int width) {
-  return kBackwardStreamThreads * backward_stream_vecs(width) * width;
-}
-// As in forward/stream.h.
-static_assert(backward_stream_cols(1) >= 4096 && backward_stream_cols(8) >= 4096,
-              "a launch has enough blocks for all chunks of all rows that a device holds");
-
-namespace backward {
 
 // The number of sets of rows that takes the least time; a set has a block for each chunk of the
 // columns. Time is counted in rows: blocks run in rounds, a block takes the time of its rows, and
@@ -90,5 +83,9 @@ inline std::optional<Stream> Stream::make(const Problem& problem, const Device& 
   }
   return plan;
 }
+
 }  // namespace backward
+
+BackwardLaunch<backward::Stream> launch_layer_norm_backward;
+
 }  // namespace fused_layernorm

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward of short rows: a logical warp (a power-of-two part of a warp) holds a row in registers,
-// while the next row is on its way. Blocks are persistent, and each lane keeps the running dweight
-// and dbias of its columns in registers, or dscale and dshift of a group of rows, one group after
-// the other. Where a lane has many rows, it adds its running sums to second sums in shared memory
-// after each chain of `chain_rows` rows.
+// while the next row is on its way. Blocks are persistent; each lane keeps the running dweight and
+// dbias of its columns in registers, or dscale and dshift of one group of rows after the other. Of
+// many rows it adds them to second sums in shared memory after each chain of `chain_rows` rows.
 #include "backward/running_param_grads.cuh"
 #include "backward/warp.h"
 #include "base/launch.cuh"
@@ -20,8 +19,8 @@ struct LoadedGradientRow {
   Acc mean, rstd;
 
   // Missing vectors, and rows that do not exist, have a dy of zero, so they add zero to all sums.
-  __device__ __forceinline__ LoadedGradientRow(const BackwardParams& p, uint32_t row, uint32_t rows,
-                                               const Share<kVecs>& share, bool reads_x)
+  FUSED_DEVICE LoadedGradientRow(const BackwardParams& p, uint32_t row, uint32_t rows,
+                                 const Share<kVecs>& share, bool reads_x)
       : x{}, dy{}, mean(0), rstd(0) {
     if (row >= rows) return;
     const Pair<Acc> statistics = load_statistics<Acc>(p, row);
@@ -29,8 +28,7 @@ struct LoadedGradientRow {
     rstd = statistics.second;
     const auto* x_row = x_row_of<N>(p, row, 0);
     const auto* dy_row = dy_row_of<N>(p, row, 0);
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       const int col = share.template col<kWidth>(k);
       if (reads_x) x[k] = load<Use::kReadOnly, kWidth>(element(x_row, col));
       if (share.has(k)) dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));
@@ -38,19 +36,19 @@ struct LoadedGradientRow {
   }
 };
 
-// The kernel for an epilogue without a gradient beside dx always runs the epilogue, and in float32
-// has more threads.
+// The kernel for an epilogue alone always runs it, and in float32 has more threads.
 template <typename N>
 constexpr int kBlockThreads = backward_warp_threads(
     sizeof(typename N::X), N::Epilogue::kMayActivate && !N::Prologue::kMayAdd);
 
 // Backward of the rows of a team, `from + team` and each `teams` rows further, below `to`: stores
 // dx, and adds to the running sums. parameters_at(k, col) gives weight and bias at vector k.
-template <typename N, int kWidth, int kVecs, typename ParametersAt>
-__device__ __forceinline__ void backward_of_team(
-    const BackwardParams& p, const Share<kVecs>& share, int lanes, uint32_t from, uint32_t to,
-    uint32_t team, uint32_t teams, bool reads_x, int chain_rows, typename N::Acc* second_sums,
-    RunningParamGrads<typename N::Acc, kWidth, kVecs>& grads, const ParametersAt& parameters_at) {
+template <typename N, int kWidth, int kVecs>
+FUSED_DEVICE void backward_of_team(const BackwardParams& p, const Share<kVecs>& share, int lanes,
+                                   uint32_t from, uint32_t to, uint32_t team, uint32_t teams,
+                                   bool reads_x, int chain_rows, typename N::Acc* second_sums,
+                                   RunningParamGrads<typename N::Acc, kWidth, kVecs>& grads,
+                                   const auto& parameters_at) {
   using Acc = typename N::Acc;
   LoadedGradientRow<N, kWidth, kVecs> next(p, from + team, to, share, reads_x);
   // All lanes of a warp take part in the shuffles, so the bounds are the same for all of them.
@@ -67,8 +65,7 @@ __device__ __forceinline__ void backward_of_team(
       if constexpr (N::Prologue::kMayAdd) dx_row.load_added(added, share);
       KeptRow<N, kWidth, kVecs> kept;
       Pair<Acc> sums;
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
+      FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
         const auto at = parameters_at(k, share.template col<kWidth>(k));
         const Gradients<N, kWidth> gradients(p, now.x[k], now.dy[k], now.mean, now.rstd, at.weight,
                                              at.bias);
@@ -149,8 +146,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     const uint32_t to = range.end_of_group(from);
     const auto scale = scale_of_row<N>(p, from);
     Vec<Acc, kWidth> weight[kVecs];
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       const int col = share.template col<kWidth>(k);
       weight[k] = combined_weight<N, kWidth>(p, col, scale.template load<kWidth>(col));
     }

@@ -5,52 +5,20 @@
 #include "backward/teams.h"
 
 namespace fused_layernorm {
-namespace backward {
-
-struct Warp : Launch {
-  static constexpr const char* kName = "warp";
-  int width = 1;
-  int vecs = 2;
-  int lanes = 1;
-  // After this many rows a logical warp adds its sums to second sums in shared memory; 0: all of
-  // its rows are one chain.
-  int chain_rows = 0;
-  int second_sums_offset = 0;
-  PartialSums partials;
-  GroupParts parts;  // of a modulated norm, in place of partials
-
-  static std::optional<Warp> make(const Problem& problem, const Device& device,
-                                  const Forced& forced);
-  template <typename Json>
-  void describe(Json& json) const {
-    json.add("width", width).add("vecs", vecs).add("lanes", lanes);
-    json.add("chain_rows", chain_rows).add("second_sums_offset", second_sums_offset);
-    add_sums(json, *this);
-  }
-};
-
-}  // namespace backward
-
-BackwardLaunch<backward::Warp> launch_layer_norm_backward;
-
-// ---- Limits.
 
 // Whether a launch takes the warp kernel for an epilogue without a residual, the only one that
-// always has an epilogue. There is no such kernel for single elements (a width of one), nor where y
-// is not of x's type.
+// always has it. There is none for single elements, nor where y is not of x's type.
 constexpr bool backward_warp_activates(int width, bool residual, bool epilogue, bool same_type) {
   return width > 1 && epilogue && !residual && same_type;
 }
-// A thread keeps the running dweight and dbias of its columns in registers; a lane of a logical
-// warp also keeps the next row there. A lane may have fewer vectors than its kernel is compiled
-// for.
+// A thread keeps its columns' running dweight and dbias in registers, and the next row. It may have
+// fewer vectors than its kernel is compiled for.
 constexpr int backward_warp_vecs(int width) { return width == 1 ? 8 : 2; }
 // The warp kernel adds up dweight and dbias of its warps in shared memory.
 constexpr int64_t backward_warp_shared_bytes(int block_threads, int64_t cols, int x_size) {
   return int64_t{2} * (block_threads / kWarpThreads) * cols * acc_size_of(x_size);
 }
-// Where logical warps have many rows, shared memory also has a second sum for each running sum of
-// each thread.
+// Of many rows, shared memory also has a second sum for each running sum of each thread.
 constexpr int64_t backward_warp_second_sums_bytes(int block_threads, int vecs, int width,
                                                   int x_size) {
   return int64_t{2} * vecs * width * block_threads * acc_size_of(x_size);
@@ -72,7 +40,26 @@ static_assert(backward_warp_fits(2) && backward_warp_fits(4) && backward_warp_fi
 
 namespace backward {
 
-// ---- The plan.
+struct Warp : Launch {
+  static constexpr const char* kName = "warp";
+  int width = 1;
+  int vecs = 2;
+  int lanes = 1;
+  // After so many rows a logical warp adds its sums to second sums in shared memory; 0: never.
+  int chain_rows = 0;
+  int second_sums_offset = 0;
+  PartialSums partials;
+  GroupParts parts;  // of a modulated norm, in place of partials
+
+  static std::optional<Warp> make(const Problem& problem, const Device& device,
+                                  const Forced& forced);
+  template <typename Json>
+  void describe(Json& json) const {
+    json.add("width", width).add("vecs", vecs).add("lanes", lanes);
+    json.add("chain_rows", chain_rows).add("second_sums_offset", second_sums_offset);
+    add_sums(json, *this);
+  }
+};
 
 inline std::optional<Lanes> lanes_of(const Problem& problem, const Forced& forced) {
   const int width = width_of(problem);
@@ -84,8 +71,7 @@ inline std::optional<Lanes> lanes_of(const Problem& problem, const Forced& force
   return Lanes{vecs, static_cast<int>(power_of_two_from(ceil_div(vectors, vecs)))};
 }
 
-// Whether logical warps take rows with a modulation. They do where whole warps would have idle
-// lanes.
+// Whether logical warps take modulated rows: where whole warps would have idle lanes.
 inline bool has_warp_kernel_for_groups(const Problem& problem, const Device& device,
                                        const Forced& forced) {
   const bool is_short =
@@ -94,8 +80,7 @@ inline bool has_warp_kernel_for_groups(const Problem& problem, const Device& dev
          (is_short || forced.strategy == Warp::kName);
 }
 
-// Lays out second sums where a logical warp has rows for more than one chain and shared memory has
-// room.
+// Lays out second sums where a logical warp has more than one chain and memory has room.
 inline void lay_out_second_sums(Warp& plan, const Problem& problem, const Device& device) {
   int64_t rows = ceil_div(problem.rows, plan.blocks);
   if (problem.modulated) rows = std::min(rows, problem.group_rows);
@@ -139,5 +124,9 @@ inline std::optional<Warp> Warp::make(const Problem& problem, const Device& devi
   }
   return plan;
 }
+
 }  // namespace backward
+
+BackwardLaunch<backward::Warp> launch_layer_norm_backward;
+
 }  // namespace fused_layernorm

@@ -10,8 +10,7 @@
 namespace fused_layernorm {
 namespace {
 
-// kWidth neighbouring pixels are moved at once. With kScattered they are moved one by one, and lie
-// apart.
+// kWidth neighbouring pixels are moved at once, or (kScattered) one by one, and lie apart.
 template <typename N, int kWidth, bool kScattered>
 __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N::X)))
     channels_backward_kernel(const backward::Channels plan, const BackwardParams p) {
@@ -149,8 +148,7 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
     Pair<Acc> sum[kWidth];
     each([&](int, int number, const auto& gradients_of) {
       Acc dweight[1] = {}, dbias[1] = {};
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
         const auto gradients = gradients_of(j);
         gradients.add_sums(sum[j]);
         gradients.add_dparams(dweight, dbias);
@@ -189,8 +187,7 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
       X* at_channel = dx + int64_t{first_channel} * pixels + place.first + own.first;
       each([&](int at, int, const auto& gradients_of) {
         Acc values[kWidth];
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
+        FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
           const auto gradients = gradients_of(j);
           values[j] = N::Statistic::dx(gradients.xhat[0], gradients.g[0],
                                        Pair<Acc>{g_mean[j], g_xhat_mean[j]}, rstd[j]);

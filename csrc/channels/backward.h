@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward over channels: its plan, and when it declines.
-// Persistent blocks take tiles of x and dy, all channels of some pixels, and keep dweight and dbias
-// of their tiles in shared memory.
+// Backward over channels: its plan, and when it declines. Persistent blocks take tiles of all
+// channels of some pixels, whose dweight and dbias they keep in shared memory.
 #pragma once
 
 #include <optional>
@@ -22,9 +21,8 @@ struct Channels : Launch {
   bool dx_channels_last = false;
   Tiles tiles;
   int all_tiles = 0;  // of all samples
-  // In shared memory, behind the tile of x: the tile of dy; the running dweight and dbias of each
-  // thread; what the threads leave for two sums over channels; four numbers for each pixel; weight
-  // and bias.
+  // In shared memory, behind the tile of x: that of dy; the running dweight and dbias of threads;
+  // what they leave for two sums over channels; four numbers a pixel; weight and bias.
   int dy_offset = 0;
   int params_offset = 0;
   int sums_offset = 0;
@@ -52,25 +50,21 @@ inline std::optional<backward::Channels> plan_of_tiles(backward::Channels plan, 
   plan.tiles = t;
   plan.threads = tile_threads(t, size);
   const int64_t elements = problem.cols * t.tile_pixels;
-  const int64_t dy_offset = round_up(elements * size, kVectorBytes);
-  const int64_t params_offset = dy_offset + round_up(elements * dy_size, kVectorBytes);
-  const int64_t sums_offset =
-      params_offset + ceil_div(problem.cols, t.channel_step) * plan.threads * 2 * acc;
-  const int64_t numbers = 2 * left_sums(t, size) + 4 * room_pixels(t, size);
-  const int64_t weights_offset = round_up(sums_offset + numbers * acc, kVectorBytes);
-  const int64_t weight_bytes = round_up(problem.cols * size_of(problem.weight), kVectorBytes);
-  const int64_t shared = weights_offset + (problem.has_epilogue ? 2 : 1) * weight_bytes;
-  if (shared > room_of(device)) return std::nullopt;
-  plan.dy_offset = static_cast<int>(dy_offset);
-  plan.params_offset = static_cast<int>(params_offset);
-  plan.sums_offset = static_cast<int>(sums_offset);
-  plan.weights_offset = static_cast<int>(weights_offset);
-  plan.weight_bytes = static_cast<int>(weight_bytes);
-  plan.shared_bytes = static_cast<int>(shared);
+  plan.weight_bytes =
+      static_cast<int>(round_up(problem.cols * size_of(problem.weight), kVectorBytes));
+  SharedLayout shared;
+  shared.add(elements * size);
+  plan.dy_offset = shared.add(elements * dy_size);
+  plan.params_offset = shared.add(ceil_div(problem.cols, t.channel_step) * plan.threads * 2 * acc);
+  plan.sums_offset = shared.add((2 * left_sums(t, size) + 4 * room_pixels(t, size)) * acc);
+  plan.weights_offset = shared.add(int64_t{problem.has_epilogue ? 2 : 1} * plan.weight_bytes);
+  if (shared.bytes > room_of(device)) return std::nullopt;
+  plan.shared_bytes = static_cast<int>(shared.bytes);
   if (plan.x.samples > kMostTiles / t.tiles) return std::nullopt;
   plan.all_tiles = static_cast<int>(plan.x.samples * t.tiles);
-  const int64_t fitting = std::min<int64_t>(
-      {room_of(device) / shared, blocks_with(plan.threads, registers), backward::kMostTileBlocks});
+  const int64_t fitting =
+      std::min<int64_t>({room_of(device) / shared.bytes, blocks_with(plan.threads, registers),
+                         backward::kMostTileBlocks});
   const int64_t blocks =
       std::min<int64_t>(plan.all_tiles, std::max<int64_t>(1, fitting) * device.sms);
   // As many blocks as finish at once, each with the same number of tiles or one fewer.
@@ -110,8 +104,7 @@ inline std::optional<backward::Channels> make_channels_plan(
   if (!with(least_tiles(problem, x, needs, device))) return std::nullopt;
   const auto narrow = with(tiles_of(problem, x, needs, 1, device, with));
   if (!dy || dx_channels_last || !are_many(narrow->tiles, x, device)) return narrow;
-  // Tiles of two lines, unless a multiprocessor has many more pixels then, as in the last turn of
-  // its blocks few have a tile.
+  // Tiles of two lines, unless a multiprocessor then has many more pixels, in its last turn.
   const auto wide = with(tiles_of(problem, x, needs, 2, device, with));
   const auto most_pixels = [&](const backward::Channels& p) {
     const int64_t turns = ceil_div(int64_t{p.all_tiles}, p.blocks);

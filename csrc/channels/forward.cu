@@ -9,8 +9,7 @@
 namespace fused_layernorm {
 namespace {
 
-// kWidth neighbouring pixels are moved at once. With kScattered they are moved one by one, and lie
-// apart.
+// kWidth neighbouring pixels are moved at once, or (kScattered) one by one, and lie apart.
 template <typename N, int kWidth, bool kScattered>
 __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::X), kIsBare<N>))
     channels_kernel(const forward::Channels plan, const ForwardParams p) {
@@ -78,16 +77,14 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
   if (!p.is_rms) {
     Acc sum[kWidth] = {}, pivot[kWidth] = {};
     if (works) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
         if (own.has(j)) pivot[j] = pivot_of(own.first + own.at(j));
       }
     }
     each([&](int, int at) {
       Acc values[kWidth];
       unpack(values, own.load(tile + at));
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum[j] += values[j] - pivot[j];
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) sum[j] += values[j] - pivot[j];
     });
     const Reciprocal<Acc> inverse(p.inverse_cols);
     add_up(sum, [&](int pixel, Acc total) {
@@ -99,8 +96,7 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
   each([&](int, int at) {
     Acc values[kWidth];
     unpack(values, own.load(tile + at));
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       const Acc d = values[j] - mean[j];
       m2[j] += d * d;
     }
@@ -111,8 +107,7 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
     store_statistics(p, row + pixel, p.is_rms ? Acc(0) : means[pixel], found);
   });
 
-  // y goes to its place in memory, or through shared memory, where one as wide as x takes x's
-  // place.
+  // y goes to memory, or through shared memory, where one as wide as x takes x's place.
   constexpr bool kTakesPlaceOfX = sizeof(X) == sizeof(Y);
   const bool staged = plan.channels_last || (kTakesPlaceOfX && (kScattered || tiles.is_run));
   Y* const y_tile =
@@ -125,8 +120,7 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
     const Acc weight = to_acc(weights[c]), bias = to_acc(biases[c]);
     Acc values[kWidth], w[kWidth], b[kWidth];
     unpack(values, own.load(tile + at));
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       values[j] = Statistic::normalize(values[j], mean[j], rstd[j]);
       w[j] = weight;
       b[j] = bias;

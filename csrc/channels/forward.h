@@ -16,8 +16,7 @@ struct Channels : Launch {
   static constexpr const char* kName = "channels";
   ChannelMap map;  // of x
   Tiles tiles;
-  // In shared memory, behind the tile: what the threads leave for a sum over channels; mean and
-  // rstd of each pixel; weight and bias.
+  // Behind the tile: what threads leave for a sum; mean and rstd of each pixel; weight and bias.
   int sums_offset = 0;
   int weights_offset = 0;
   int weight_bytes = 0;        // of one of the two
@@ -38,18 +37,17 @@ inline std::optional<forward::Channels> plan_of_tiles(forward::Channels plan, co
                                                       const Device& device) {
   const int size = size_of(problem.x), acc = acc_size_of(problem.x);
   plan.tiles = t;
-  const int64_t tile = round_up(problem.cols * t.tile_pixels * size, kVectorBytes);
-  const int64_t numbers = left_sums(t, size) + 2 * room_pixels(t, size);
-  const int64_t weights = round_up(tile + numbers * acc, kVectorBytes);
-  const int64_t weight_bytes = round_up(problem.cols * size_of(problem.weight), kVectorBytes);
-  const int64_t y_offset = y_bytes > 0 ? weights + 2 * weight_bytes : 0;
-  const int64_t shared = weights + 2 * weight_bytes + problem.cols * t.tile_pixels * y_bytes;
-  if (shared > room_of(device)) return std::nullopt;
-  plan.sums_offset = static_cast<int>(tile);
-  plan.weights_offset = static_cast<int>(weights);
-  plan.weight_bytes = static_cast<int>(weight_bytes);
-  plan.y_offset = static_cast<int>(y_offset);
-  plan.shared_bytes = static_cast<int>(shared);
+  const int64_t elements = problem.cols * t.tile_pixels;
+  plan.weight_bytes =
+      static_cast<int>(round_up(problem.cols * size_of(problem.weight), kVectorBytes));
+  SharedLayout shared;
+  shared.add(elements * size);
+  plan.sums_offset = shared.add((left_sums(t, size) + 2 * room_pixels(t, size)) * acc);
+  plan.weights_offset = shared.add(int64_t{2} * plan.weight_bytes);
+  plan.y_offset = y_bytes > 0 ? static_cast<int>(shared.bytes) : 0;
+  shared.bytes += elements * y_bytes;
+  if (shared.bytes > room_of(device)) return std::nullopt;
+  plan.shared_bytes = static_cast<int>(shared.bytes);
   plan.blocks = plan.map.samples * t.tiles;
   plan.threads = tile_threads(t, size);
   if (plan.blocks > kMostBlocks) return std::nullopt;

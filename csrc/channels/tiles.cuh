@@ -21,18 +21,17 @@ struct TileThread {
   int unit, first, step;
   int channels, tile_pixels;
 
-  __device__ __forceinline__ TileThread(int all_channels, int pixels, int channel_step, int in_tile)
+  FUSED_DEVICE TileThread(int all_channels, int pixels, int channel_step, int in_tile)
       : step(channel_step), channels(all_channels), tile_pixels(pixels) {
     const int units = pixels / kWidth;
     first = threadIdx.x / units;
     unit = threadIdx.x - first * units;
     if (first >= step || unit * kWidth >= in_tile) first = channels;
   }
-  __device__ __forceinline__ int pixel() const { return unit * kWidth; }
-  __device__ __forceinline__ bool works() const { return first < channels; }
+  FUSED_DEVICE int pixel() const { return unit * kWidth; }
+  FUSED_DEVICE bool works() const { return first < channels; }
   // Calls body(channel, place of its vector in the tile).
-  template <typename Body>
-  __device__ __forceinline__ void each(const Body& body) const {
+  FUSED_DEVICE void each(const auto& body) const {
     const int tile_step = step * tile_pixels;
     int at = first * tile_pixels + unit * kWidth;
 #pragma unroll 4
@@ -45,32 +44,32 @@ template <int kWidth, bool kScattered>
 struct ThreadPixels {
   int first, step, count;
 
-  __device__ __forceinline__ ThreadPixels(int unit, int units, int in_tile)
+  FUSED_DEVICE ThreadPixels(int unit, int units, int in_tile)
       : first(kScattered ? unit : unit * kWidth),
         step(units),
         count(kScattered ? (in_tile - unit + units - 1) / units : kWidth) {}
-  __device__ __forceinline__ int at(int j) const { return kScattered ? j * step : j; }
-  __device__ __forceinline__ bool has(int j) const { return !kScattered || j < count; }
+  FUSED_DEVICE int at(int j) const { return kScattered ? j * step : j; }
+  FUSED_DEVICE bool has(int j) const { return !kScattered || j < count; }
 
   // Zeros for missing pixels.
   template <typename V>
-  __device__ __forceinline__ Vec<V, kWidth> load(const V* from) const {
+  FUSED_DEVICE Vec<V, kWidth> load(const V* from) const {
     if constexpr (!kScattered) {
       return fused_layernorm::load<Use::kPlain, kWidth>(from);
     } else {
       Vec<V, kWidth> v;
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) v.at[j] = has(j) ? from[at(j)] : from_acc<V>(acc_t<V>(0));
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+        v.at[j] = has(j) ? from[at(j)] : from_acc<V>(acc_t<V>(0));
+      }
       return v;
     }
   }
   template <typename V>
-  __device__ __forceinline__ void store(V* to, const Vec<V, kWidth>& v) const {
+  FUSED_DEVICE void store(V* to, const Vec<V, kWidth>& v) const {
     if constexpr (!kScattered) {
       fused_layernorm::store<V, kWidth>(to, v);
     } else {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
         if (has(j)) to[at(j)] = v.at[j];
       }
     }
@@ -79,7 +78,7 @@ struct ThreadPixels {
 
 // A vector of one element.
 template <typename V>
-__device__ __forceinline__ Vec<V, 1> one_element(V value) {
+FUSED_DEVICE Vec<V, 1> one_element(V value) {
   Vec<V, 1> v;
   v.at[0] = value;
   return v;
@@ -87,12 +86,12 @@ __device__ __forceinline__ Vec<V, 1> one_element(V value) {
 
 // Pairs of numbers in shared memory, moved at once.
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc> load_pair(const Acc* from) {
+FUSED_DEVICE Pair<Acc> load_pair(const Acc* from) {
   const Vec<Acc, 2> v = load<Use::kPlain, 2>(from);
   return {v.at[0], v.at[1]};
 }
 template <typename Acc>
-__device__ __forceinline__ void store_pair(Acc* to, Pair<Acc> pair) {
+FUSED_DEVICE void store_pair(Acc* to, Pair<Acc> pair) {
   const Acc values[2] = {pair.first, pair.second};
   store(to, round_to<Acc>(values));
 }
@@ -106,12 +105,11 @@ struct PixelSums {
   Acc* left;
   int units, threads;  // threads that share a pixel
 
-  __device__ __forceinline__ Acc* place(int j, int thread) const {
+  FUSED_DEVICE Acc* place(int j, int thread) const {
     return left + (j * (static_cast<int>(blockDim.x) + units) + thread) * kNumbers;
   }
-  __device__ __forceinline__ void leave(const Value (&values)[kWidth]) const {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+  FUSED_DEVICE void leave(const Value (&values)[kWidth]) const {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       if constexpr (kNumbers == 1) {
         *place(j, threadIdx.x) = values[j];
       } else {
@@ -119,11 +117,9 @@ struct PixelSums {
       }
     }
   }
-  // Calls then(pixel, sum) for each of the first `pixels` pixels, by one thread. Several lanes of a
-  // warp add up what the threads of a pixel left. All threads call, and a barrier must stand before
-  // and after.
-  template <typename Then>
-  __device__ __forceinline__ void add_up(int pixels, const Then& then) const {
+  // Calls then(pixel, sum) for each of the first `pixels` pixels, by one thread, whose sum several
+  // lanes add up. All threads call, and a barrier must stand before and after.
+  FUSED_DEVICE void add_up(int pixels, const auto& then) const {
     constexpr int kAtOnce = 8, kParts = kWarpSize / kAtOnce;  // pixels of a warp, lanes of a pixel
     const int lane = threadIdx.x % kWarpSize, part = lane / kAtOnce;
     for (int first = threadIdx.x / kWarpSize * kAtOnce; first < units * kWidth;
@@ -143,19 +139,19 @@ struct PixelSums {
           }
         }
       }
-#pragma unroll
-      for (int offset = kAtOnce; offset < kWarpSize; offset *= 2) sum += shuffle_xor(sum, offset);
+      FUSED_UNROLL for (int offset = kAtOnce; offset < kWarpSize; offset *= 2) {
+        sum += shuffle_xor(sum, offset);
+      }
       if (part == 0 && is_pixel) then(pixel, sum);
     }
   }
 };
 
-// Channel by channel, which are `channel_stride` elements apart; `from` is the tile's first pixel
-// of channel 0. Two bytes are too few for an asynchronous copy, so a thread has kAtOnce of them on
-// their way.
+// Channel by channel, `channel_stride` elements apart, from the tile's first pixel of channel 0 on.
+// Two bytes are too few for an asynchronous copy: a thread has kAtOnce of them on their way.
 template <int kAtOnce, int kWidth, typename V>
-__device__ __forceinline__ void load_by_channels(V* tile, const V* from, int64_t channel_stride,
-                                                 const TileThread<kWidth>& thread) {
+FUSED_DEVICE void load_by_channels(V* tile, const V* from, int64_t channel_stride,
+                                   const TileThread<kWidth>& thread) {
   const V* at_channel = from + thread.first * channel_stride + thread.pixel();
   const int64_t step = thread.step * channel_stride;
   if constexpr (kWidth * sizeof(V) >= 4) {
@@ -168,12 +164,10 @@ __device__ __forceinline__ void load_by_channels(V* tile, const V* from, int64_t
     V* at = tile + thread.first * thread.tile_pixels + thread.pixel();
     for (int c = thread.first; c < thread.channels; c += kAtOnce * thread.step) {
       V loaded[kAtOnce];
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
+      FUSED_UNROLL for (int n = 0; n < kAtOnce; ++n) {
         if (c + n * thread.step < thread.channels) loaded[n] = __ldg(at_channel + n * step);
       }
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
+      FUSED_UNROLL for (int n = 0; n < kAtOnce; ++n) {
         if (c + n * thread.step < thread.channels) at[n * tile_step] = loaded[n];
       }
       at += kAtOnce * tile_step;
@@ -184,8 +178,8 @@ __device__ __forceinline__ void load_by_channels(V* tile, const V* from, int64_t
 
 // The reverse.
 template <int kWidth, typename V>
-__device__ __forceinline__ void store_by_channels(V* to, const V* tile, int64_t channel_stride,
-                                                  const TileThread<kWidth>& thread) {
+FUSED_DEVICE void store_by_channels(V* to, const V* tile, int64_t channel_stride,
+                                    const TileThread<kWidth>& thread) {
   V* at_channel = to + thread.first * channel_stride + thread.pixel();
   const int64_t step = thread.step * channel_stride;
   thread.each([&](int, int at) {
@@ -196,7 +190,7 @@ __device__ __forceinline__ void store_by_channels(V* to, const V* tile, int64_t 
 
 // One run of memory of `elements` elements, which begins at a multiple of 16 bytes.
 template <typename V>
-__device__ __forceinline__ void load_run(V* tile, const V* from, int elements) {
+FUSED_DEVICE void load_run(V* tile, const V* from, int elements) {
   constexpr int kWidth = 16 / sizeof(V);
   const int vectors = elements / kWidth;
 #pragma unroll 4
@@ -206,7 +200,7 @@ __device__ __forceinline__ void load_run(V* tile, const V* from, int elements) {
   for (int i = vectors * kWidth + threadIdx.x; i < elements; i += blockDim.x) tile[i] = from[i];
 }
 template <typename V>
-__device__ __forceinline__ void store_run(V* to, const V* tile, int elements) {
+FUSED_DEVICE void store_run(V* to, const V* tile, int elements) {
   constexpr int kWidth = 16 / sizeof(V);
   const int vectors = elements / kWidth;
 #pragma unroll 4
@@ -218,8 +212,7 @@ __device__ __forceinline__ void store_run(V* to, const V* tile, int elements) {
 
 // A parameter of all channels, or its `absent` value.
 template <typename V>
-__device__ __forceinline__ void load_parameter(V* to, const void* given, float absent,
-                                               int channels) {
+FUSED_DEVICE void load_parameter(V* to, const void* given, float absent, int channels) {
   if (given != nullptr) {
     load_run(to, static_cast<const V*>(given), channels);
   } else {
@@ -227,11 +220,10 @@ __device__ __forceinline__ void load_parameter(V* to, const void* given, float a
   }
 }
 
-// The transposed tile [pixels][channels] in global memory, which is one run. A thread moves the 16
-// bytes that neighbouring channels of a pixel have there, in half precision of two pixels at once,
-// if the tile has whole vectors of pixels (not kScattered). Four neighbouring lanes have
-// neighbouring vectors of channels: whole sectors of memory, and at most four of a warp's words lie
-// in one bank. Where channels do not allow it, elements move one by one.
+// The transposed tile [pixels][channels] in global memory, which is one run. A thread moves 16
+// bytes of neighbouring channels of a pixel or, in half precision and not kScattered, of two
+// pixels. Four neighbouring lanes have neighbouring vectors: whole sectors, and at most four of a
+// warp's words lie in one bank. Where channels do not allow it, elements move one by one.
 template <typename V, bool kScattered>
 struct Transposed {
   static constexpr int kChannels = 16 / sizeof(V);
@@ -244,7 +236,7 @@ struct Transposed {
   struct Vectors {
     int rows, units, count;
 
-    __device__ __forceinline__ Vectors(int channels, int pixels)
+    FUSED_DEVICE Vectors(int channels, int pixels)
         : rows(channels / kChannels),
           units(pixels / kPixels),
           count((rows + kLanes - 1) / kLanes * kLanes * units) {}
@@ -252,26 +244,24 @@ struct Transposed {
       int channel, pixel;
       bool exists;
     };
-    __device__ __forceinline__ Place operator[](int i) const {
+    FUSED_DEVICE Place operator[](int i) const {
       const int quad = i / kLanes, high = quad / units, row = high * kLanes + i % kLanes;
       return {row * kChannels, (quad - high * units) * kPixels, i < count && row < rows};
     }
   };
-  static __device__ __forceinline__ bool are_whole(int channels, int tile_pixels, int pixels) {
+  static FUSED_DEVICE bool are_whole(int channels, int tile_pixels, int pixels) {
     return channels % kChannels == 0 && tile_pixels % kPixels == 0 && pixels % kPixels == 0;
   }
   // Calls body(place in the transposed tile, place in the tile) for each element.
-  template <typename Body>
-  static __device__ __forceinline__ void each_element(int channels, int tile_pixels, int pixels,
-                                                      const Body& body) {
+  static FUSED_DEVICE void each_element(int channels, int tile_pixels, int pixels,
+                                        const auto& body) {
     for (int i = threadIdx.x; i < pixels * channels; i += blockDim.x) {
       const int pixel = i / channels;
       body(i, (i - pixel * channels) * tile_pixels + pixel);
     }
   }
 
-  static __device__ __forceinline__ void store(V* to, const V* tile, int channels, int tile_pixels,
-                                               int pixels) {
+  static FUSED_DEVICE void store(V* to, const V* tile, int channels, int tile_pixels, int pixels) {
     if (!are_whole(channels, tile_pixels, pixels)) {
       return each_element(channels, tile_pixels, pixels, [&](int i, int at) { to[i] = tile[at]; });
     }
@@ -280,16 +270,14 @@ struct Transposed {
       const auto place = vectors[i];
       if (!place.exists) continue;
       Word words[kChannels];
-#pragma unroll
-      for (int j = 0; j < kChannels; ++j) {
+      FUSED_UNROLL for (int j = 0; j < kChannels; ++j) {
         words[j] =
             *reinterpret_cast<const Word*>(tile + (place.channel + j) * tile_pixels + place.pixel);
       }
       V* const at = to + place.pixel * channels + place.channel;
       if constexpr (kPixels == 2) {
         uint32_t first[4], second[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        FUSED_UNROLL for (int j = 0; j < 4; ++j) {
           first[j] = __byte_perm(words[2 * j], words[2 * j + 1], 0x5410);
           second[j] = __byte_perm(words[2 * j], words[2 * j + 1], 0x7632);
         }
@@ -297,18 +285,15 @@ struct Transposed {
         __stcs(reinterpret_cast<uint4*>(at + channels), *reinterpret_cast<uint4*>(second));
       } else {
         alignas(16) Word whole[kChannels];
-#pragma unroll
-        for (int j = 0; j < kChannels; ++j) whole[j] = words[j];
+        FUSED_UNROLL for (int j = 0; j < kChannels; ++j) whole[j] = words[j];
         __stcs(reinterpret_cast<uint4*>(at), *reinterpret_cast<uint4*>(whole));
       }
     }
   }
 
-  // A thread's next kAtOnce vectors are loaded before it stores one, so that it waits for memory
-  // once.
+  // kAtOnce vectors of a thread are loaded before it stores one, so that it waits once.
   template <int kAtOnce>
-  static __device__ __forceinline__ void load(V* tile, const V* from, int channels, int tile_pixels,
-                                              int pixels) {
+  static FUSED_DEVICE void load(V* tile, const V* from, int channels, int tile_pixels, int pixels) {
     if (!are_whole(channels, tile_pixels, pixels)) {
       return each_element(channels, tile_pixels, pixels,
                           [&](int i, int at) { tile[at] = from[i]; });
@@ -318,22 +303,18 @@ struct Transposed {
     for (int first = threadIdx.x; first < vectors.count; first += kAtOnce * threads) {
       uint4 loaded[kAtOnce][kPixels];
       typename Vectors::Place places[kAtOnce];
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
+      FUSED_UNROLL for (int n = 0; n < kAtOnce; ++n) {
         const auto place = places[n] = vectors[first + n * threads];
         const V* const at = from + place.pixel * channels + place.channel;
-#pragma unroll
-        for (int j = 0; j < kPixels; ++j) {
+        FUSED_UNROLL for (int j = 0; j < kPixels; ++j) {
           if (place.exists) loaded[n][j] = __ldg(reinterpret_cast<const uint4*>(at + j * channels));
         }
       }
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
+      FUSED_UNROLL for (int n = 0; n < kAtOnce; ++n) {
         const auto place = places[n];
         if (!place.exists) continue;
         const auto* const a = reinterpret_cast<const uint32_t*>(loaded[n]);
-#pragma unroll
-        for (int j = 0; j < kChannels; ++j) {
+        FUSED_UNROLL for (int j = 0; j < kChannels; ++j) {
           Word word;
           if constexpr (kPixels == 2) {
             word = __byte_perm(a[j / 2], a[4 + j / 2], j % 2 == 0 ? 0x5410 : 0x7632);
@@ -350,9 +331,8 @@ struct Transposed {
 // Calls launch(types, bare, width, scattered) with how a thread of these tiles has its pixels, for
 // all types but a y narrower than x, which nobody asks of images. `bare`: the norm has no epilogue;
 // types that few models have share one kernel for norms with and without one.
-template <typename Launcher>
 cudaError_t dispatch_channels(const DataTypes& types, bool has_epilogue, const Tiles& tiles,
-                              const Launcher& launch) {
+                              const auto& launch) {
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     constexpr int kMost = kVectorWidth<T>;

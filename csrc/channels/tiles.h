@@ -65,6 +65,18 @@ constexpr int64_t thread_pixels(int width, int size) {
 constexpr int64_t thread_pixels(const Tiles& tiles, int size) {
   return thread_pixels(tiles.width, size);
 }
+// What lies in a block's shared memory, one after the other, each at a multiple of 16 bytes.
+struct SharedLayout {
+  int64_t bytes = 0;
+
+  // Where so many bytes lie.
+  int add(int64_t size) {
+    const int64_t begin = bytes;
+    bytes += round_up(size, kVectorBytes);
+    return static_cast<int>(begin);
+  }
+};
+
 // The pixels of all threads, some of which may lie behind the tile.
 constexpr int64_t room_pixels(const Tiles& tiles, int size) {
   return round_up(tiles.tile_pixels, thread_pixels(tiles, size));
@@ -77,8 +89,7 @@ constexpr int tile_threads(const Tiles& tiles, int size) {
   const int64_t threads = tiles.channel_step * tile_units(tiles, size);
   return static_cast<int>(round_up(std::max<int64_t>(threads, tiles.movers), kWarpThreads));
 }
-// The numbers that the threads leave in shared memory for one sum over the channels of each pixel
-// (PixelSums in channels/tiles.cuh).
+// The numbers that threads leave in shared memory for one sum over channels (PixelSums).
 constexpr int64_t left_sums(const Tiles& tiles, int size) {
   return thread_pixels(tiles, size) * (tile_threads(tiles, size) + tile_units(tiles, size));
 }
@@ -133,8 +144,7 @@ inline Tiles least_tiles(const Problem& problem, const ChannelMap& map, const Ti
   return cut(problem, map, needs, most);
 }
 
-// The tiles for a problem, of up to so many lines. `fits` says whether tiles fit into shared
-// memory, as the least have to.
+// The tiles for a problem, of up to so many lines, of which fits(tiles) is true, or the least.
 template <typename Fits>
 Tiles tiles_of(const Problem& problem, const ChannelMap& map, const TileNeeds& needs, int lines,
                const Device& device, const Fits& fits) {

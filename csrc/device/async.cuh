@@ -13,7 +13,7 @@ namespace fused_layernorm {
 // Copies kBytes (4, 8 or 16) to shared memory. The copies of a thread have come when
 // wait_for_copies() returns. Sixteen bytes go past L1, unless they are told to go through it.
 template <int kBytes, bool kThroughL1 = false>
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
+FUSED_DEVICE void copy_async(void* to, const void* from) {
 #if __CUDA_ARCH__ >= 800
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   if constexpr (kBytes == 16 && !kThroughL1) {
@@ -28,21 +28,20 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
 #endif
 }
 
-__device__ __forceinline__ void wait_for_copies() {
+FUSED_DEVICE void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 
-// Ends a group of copies of this thread; all groups but the latest `kLater` have come when
-// wait_for_groups() returns.
-__device__ __forceinline__ void end_group_of_copies() {
+// Ends a group of this thread's copies; wait_for_groups() waits for all groups but `kLater`.
+FUSED_DEVICE void end_group_of_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 template <int kLater>
-__device__ __forceinline__ void wait_for_groups() {
+FUSED_DEVICE void wait_for_groups() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
 #endif
@@ -50,17 +49,16 @@ __device__ __forceinline__ void wait_for_groups() {
 
 // copy_async() for a vector of at least four bytes.
 template <int kWidth, bool kThroughL1 = false, typename V>
-__device__ __forceinline__ void copy_vector(V* to, const V* from) {
+FUSED_DEVICE void copy_vector(V* to, const V* from) {
   constexpr int kBytes = kWidth * sizeof(V), kPiece = kBytes < 16 ? kBytes : 16;
-#pragma unroll
-  for (int i = 0; i < kBytes; i += kPiece) {
+  FUSED_UNROLL for (int i = 0; i < kBytes; i += kPiece) {
     copy_async<kPiece, kThroughL1>(reinterpret_cast<char*>(to) + i,
                                    reinterpret_cast<const char*>(from) + i);
   }
 }
 
 // Asks for `bytes` bytes of global memory to be in L2 soon. All threads of a block call.
-__device__ __forceinline__ void prefetch_to_l2(const void* from, int64_t bytes) {
+FUSED_DEVICE void prefetch_to_l2(const void* from, int64_t bytes) {
   for (int64_t at = threadIdx.x * kCacheLineBytes; at < bytes; at += blockDim.x * kCacheLineBytes) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(from) + at));
   }

@@ -16,30 +16,30 @@ constexpr bool kHasBulk = false;
 constexpr bool kHasBulk = true;
 #endif
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
+FUSED_DEVICE uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
+FUSED_DEVICE void barrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(arrivals)
                : "memory");
 }
 
 // Makes barriers that were just initialized visible to the copy engine.
-__device__ __forceinline__ void barrier_init_fence() {
+FUSED_DEVICE void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 // Arrives at the barrier, whose phase does not end before `bytes` have come by bulk copies.
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+FUSED_DEVICE void barrier_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
       "r"(bytes)
       : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+FUSED_DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   do {
     asm volatile(
@@ -55,24 +55,22 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 }
 
 // Arrives at the barrier.
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+FUSED_DEVICE void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
 
-// Makes the barrier count one arrival once all copies that this thread has started by copy_async()
-// have landed.
-__device__ __forceinline__ void barrier_arrive_with_copies(uint64_t* barrier) {
+// Makes the barrier count one arrival once this thread's copies by copy_async() have landed.
+FUSED_DEVICE void barrier_arrive_with_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
 
 // Copies `bytes` to shared memory, asynchronously; the barrier counts them. Addresses and bytes are
-// multiples of 16. If `stays_in_l2`, the data is evict_normal in L2 as other data, otherwise it is
-// evict_first. (This is a branch and no L2Policy, because a policy takes two registers that one of
-// backward's float32 kernels does not have.)
-__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes,
-                                          uint64_t* barrier, bool stays_in_l2) {
+// multiples of 16. In L2 the data is evict_normal if `stays_in_l2`, else evict_first. (A branch and
+// no L2Policy, whose two registers one of backward's float32 kernels does not have.)
+FUSED_DEVICE void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier,
+                            bool stays_in_l2) {
   if (stays_in_l2) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -88,17 +86,15 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
   }
 }
 
-// Orders this thread's accesses to shared memory so far before the bulk copies to it that are
-// started behind a barrier or by this thread. A bulk copy is of another proxy than loads and stores
-// (PTX ISA, "async proxy"), so without this fence it may overwrite what an earlier load has yet to
-// read: no barrier waits for a load whose value nobody has used.
-__device__ __forceinline__ void fence_before_bulk_load() {
+// Orders this thread's accesses to shared memory so far before bulk copies that it, or a thread
+// behind a later barrier, starts. They are of another proxy (PTX ISA, "async proxy") and could
+// otherwise overwrite what an earlier load has yet to read.
+FUSED_DEVICE void fence_before_bulk_load() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Brings data that will be read once to L2, where it is evict_last until then. Address and bytes
-// are multiples of 16.
-__device__ __forceinline__ void bulk_prefetch_to_stay(const void* from, uint32_t bytes) {
+// Brings multiples of 16 bytes that will be read once to L2, where they are evict_last till then.
+FUSED_DEVICE void bulk_prefetch_to_stay(const void* from, uint32_t bytes) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from),

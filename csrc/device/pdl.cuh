@@ -4,18 +4,19 @@
 // On chips before Hopper both functions do nothing, and kernels start one after the other.
 #pragma once
 
+#include "device/macros.cuh"
+
 namespace fused_layernorm {
 
-// Lets the next kernel start where there is room, once every block of this kernel has called this
-// function or has ended.
-__device__ __forceinline__ void let_next_kernel_start() {
+// Lets the next kernel start once every block of this one has called this or has ended.
+FUSED_DEVICE void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
 // Waits until the previous kernel has ended and its results can be read.
-__device__ __forceinline__ void wait_for_previous_kernel() {
+FUSED_DEVICE void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "base/chip.h"
+#include "device/macros.cuh"
 
 namespace fused_layernorm {
 
@@ -14,10 +15,10 @@ constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr int kWarpSize = kWarpThreads;
 constexpr int kMaxWarps = 1024 / kWarpSize;
 
-__device__ __forceinline__ float shuffle_xor(float v, int offset) {
+FUSED_DEVICE float shuffle_xor(float v, int offset) {
   return __shfl_xor_sync(kFullWarp, v, offset);
 }
-__device__ __forceinline__ double shuffle_xor(double v, int offset) {
+FUSED_DEVICE double shuffle_xor(double v, int offset) {
   return __shfl_xor_sync(kFullWarp, v, offset);
 }
 
@@ -25,7 +26,7 @@ template <typename Acc>
 struct Pair {
   Acc first = 0, second = 0;
 
-  __device__ __forceinline__ Pair& operator+=(const Pair& other) {
+  FUSED_DEVICE Pair& operator+=(const Pair& other) {
     first += other.first;
     second += other.second;
     return *this;
@@ -33,14 +34,13 @@ struct Pair {
 };
 
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc> shuffle_xor(Pair<Acc> v, int offset) {
+FUSED_DEVICE Pair<Acc> shuffle_xor(Pair<Acc> v, int offset) {
   return {shuffle_xor(v.first, offset), shuffle_xor(v.second, offset)};
 }
 
 template <typename Value>
-__device__ __forceinline__ Value warp_sum(Value v) {
-#pragma unroll
-  for (int offset = 1; offset < kWarpSize; offset *= 2) v += shuffle_xor(v, offset);
+FUSED_DEVICE Value warp_sum(Value v) {
+  FUSED_UNROLL for (int offset = 1; offset < kWarpSize; offset *= 2) v += shuffle_xor(v, offset);
   return v;
 }
 
@@ -48,10 +48,9 @@ __device__ __forceinline__ Value warp_sum(Value v) {
 // gets it, and all lanes of the warp must call. A branch takes longer than a shuffle whose result
 // is not wanted, so there is one branch, behind which the sums of up to four lanes are complete.
 template <typename Value>
-__device__ __forceinline__ Value logical_warp_sum(Value v, int lanes) {
+FUSED_DEVICE Value logical_warp_sum(Value v, int lanes) {
   if (lanes == kWarpSize) return warp_sum(v);
-#pragma unroll
-  for (int offset = 1; offset < kWarpSize / 2; offset *= 2) {
+  FUSED_UNROLL for (int offset = 1; offset < kWarpSize / 2; offset *= 2) {
     if (offset == 4 && lanes <= offset) break;
     const Value other = shuffle_xor(v, offset);
     if (offset < lanes) v += other;
@@ -66,24 +65,21 @@ struct BlockTeam {
   int thread;   // of this thread in the team
 
   // The whole block.
-  __device__ __forceinline__ BlockTeam() : index(0), threads(blockDim.x), thread(threadIdx.x) {}
-  __device__ __forceinline__ explicit BlockTeam(int team_threads)
+  FUSED_DEVICE BlockTeam() : index(0), threads(blockDim.x), thread(threadIdx.x) {}
+  FUSED_DEVICE explicit BlockTeam(int team_threads)
       : BlockTeam(team_threads, threadIdx.x / team_threads) {}
-  __device__ __forceinline__ BlockTeam(int team_threads, int team_index)
+  FUSED_DEVICE BlockTeam(int team_threads, int team_index)
       : index(team_index), threads(team_threads), thread(threadIdx.x - team_index * team_threads) {}
-  __device__ __forceinline__ int warps() const {
-    return static_cast<unsigned>(threads) / kWarpSize;
-  }
-  __device__ __forceinline__ int warp() const { return static_cast<unsigned>(thread) / kWarpSize; }
-  __device__ __forceinline__ int lane() const { return threadIdx.x % kWarpSize; }
+  FUSED_DEVICE int warps() const { return static_cast<unsigned>(threads) / kWarpSize; }
+  FUSED_DEVICE int warp() const { return static_cast<unsigned>(thread) / kWarpSize; }
+  FUSED_DEVICE int lane() const { return threadIdx.x % kWarpSize; }
   // Hardware barrier 0 is __syncthreads(); teams take the barriers from 1 on.
-  __device__ __forceinline__ void sync() const {
+  FUSED_DEVICE void sync() const {
     asm volatile("bar.sync %0, %1;" ::"r"(index + 1), "r"(threads) : "memory");
   }
 };
 
-// The number of values in the scratch memory of a team of `warps` warps: a multiple of four,
-// because a thread reads four at once.
+// The values in the scratch memory of a team of so many warps: a thread reads four at once.
 constexpr __host__ __device__ int scratch_values(int warps) { return (warps + 3) / 4 * 4; }
 
 // Values of a team's warps that one thread reads at once.
@@ -94,7 +90,7 @@ struct alignas(16) Four {
 
 // The sum of the values of a team's warps, `scratch[warp]`. Every thread gets it.
 template <typename Value>
-__device__ __forceinline__ Value sum_of_warps(const Value* scratch, int warps) {
+FUSED_DEVICE Value sum_of_warps(const Value* scratch, int warps) {
   const auto* fours = reinterpret_cast<const Four<Value>*>(scratch);
   const auto sum_of_four = [&] {
     const Four<Value> four = *fours++;
@@ -117,7 +113,7 @@ __device__ __forceinline__ Value sum_of_warps(const Value* scratch, int warps) {
 // The sum over a team. Every thread gets it, behind one barrier. `scratch` holds scratch_values of
 // the team's warps, and must not be written again before another barrier of the team.
 template <typename Acc>
-__device__ __forceinline__ Acc team_sum(Acc v, const BlockTeam& team, Acc* scratch) {
+FUSED_DEVICE Acc team_sum(Acc v, const BlockTeam& team, Acc* scratch) {
   v = warp_sum(v);
   // The lanes after the first write the zeros that fill up the last four values.
   const int warps = team.warps();
@@ -127,17 +123,14 @@ __device__ __forceinline__ Acc team_sum(Acc v, const BlockTeam& team, Acc* scrat
   return sum_of_warps(scratch, warps);
 }
 
-// Both sums of a pair at one and a half times the cost of one: half of each warp adds up the first
-// values, the other half the second.
+// Both sums of a pair at 1.5 times the cost of one: each half of a warp adds up one of them.
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc> team_sum(Pair<Acc> v, const BlockTeam& team,
-                                              Pair<Acc>* scratch) {
+FUSED_DEVICE Pair<Acc> team_sum(Pair<Acc> v, const BlockTeam& team, Pair<Acc>* scratch) {
   constexpr int kHalf = kWarpSize / 2;
   const bool upper = team.lane() >= kHalf;
   Acc sum = upper ? v.second : v.first;
   sum += shuffle_xor(upper ? v.first : v.second, kHalf);
-#pragma unroll
-  for (int offset = 1; offset < kHalf; offset *= 2) sum += shuffle_xor(sum, offset);
+  FUSED_UNROLL for (int offset = 1; offset < kHalf; offset *= 2) sum += shuffle_xor(sum, offset);
   const int warps = team.warps(), lane = team.lane() % kHalf;
   const int at = team.warp() + lane * warps;
   if (at < scratch_values(warps)) {

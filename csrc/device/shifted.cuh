@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Unaligned rows, moved by vectors all the same. A thread owns the columns that it would own of a
-// row that begins at a multiple of 16 bytes, so a row's sums do not depend on where it stands.
-// Shifted rows begin at any address: memory is read and written in aligned pieces (of 16 bytes, or
-// of a vector's bytes, if those are fewer), and a thread's vector lies across two of them. Rows by
-// halves begin at multiples of half a vector.
+// Unaligned rows, moved by vectors all the same. A thread owns the columns that it would own of an
+// aligned row, so a row's sums do not depend on where it stands. Shifted rows begin at any address:
+// they move in aligned pieces (of 16 bytes, or of a vector, if it has fewer), and a thread's vector
+// lies across two of them. Rows by halves begin at multiples of half a vector.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +19,9 @@ struct alignas(4 * kWords) Words {
 };
 
 template <int kWords>
-__device__ __forceinline__ Words<kWords> shuffle(const Words<kWords>& words, int lane, int lanes) {
+FUSED_DEVICE Words<kWords> shuffle(const Words<kWords>& words, int lane, int lanes) {
   Words<kWords> out;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
+  FUSED_UNROLL for (int i = 0; i < kWords; ++i) {
     out.at[i] = __shfl_sync(0xffffffffu, words.at[i], lane, lanes);
   }
   return out;
@@ -31,24 +29,20 @@ __device__ __forceinline__ Words<kWords> shuffle(const Words<kWords>& words, int
 
 enum class Shift { kDown, kUp };
 
-// Cuts one piece out of each of `kCount` pairs of neighbouring pieces: with kDown the piece begins
-// `bytes` behind the beginning of the pair, with kUp it ends `bytes` before the end of the pair;
-// `bytes` is less than the size of a piece. One branch for all pairs decides which words are taken,
-// because selecting the words one by one would cost more than everything else in moving a row. The
-// assembly keeps the compiler from turning the branch into selections.
+// Cuts one piece out of each of `kCount` pairs of neighbouring pieces: with kDown it begins `bytes`
+// (less than a piece) behind the beginning of the pair, with kUp it ends `bytes` before its end.
+// One branch for all pairs decides which words are taken: selecting them one by one would cost more
+// than all else in moving a row. The assembly keeps the compiler from doing so.
 template <Shift kShift, int kElementBytes, int kCount, int kWords>
-__device__ __forceinline__ void shift_pieces(Words<kWords> (&out)[kCount],
-                                             const Words<kWords> (&low)[kCount],
-                                             const Words<kWords> (&high)[kCount], int bytes) {
+FUSED_DEVICE void shift_pieces(Words<kWords> (&out)[kCount], const Words<kWords> (&low)[kCount],
+                               const Words<kWords> (&high)[kCount], int bytes) {
   constexpr int kStep = kElementBytes > 4 ? kElementBytes / 4 : 1;
   const uint32_t bits = (bytes & 2) * 8;
   const auto shift_words = [&](auto words) {
     constexpr int kFirst = kShift == Shift::kDown ? words() : kWords - words();
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) {
+    FUSED_UNROLL for (int n = 0; n < kCount; ++n) {
       const auto word = [&](int i) { return i < kWords ? low[n].at[i] : high[n].at[i - kWords]; };
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
+      FUSED_UNROLL for (int i = 0; i < kWords; ++i) {
         uint32_t& to = out[n].at[i];
         const int from = kFirst + i;
         if constexpr (kElementBytes > 2) {
@@ -77,24 +71,21 @@ __device__ __forceinline__ void shift_pieces(Words<kWords> (&out)[kCount],
   }
 }
 
-// Keeps the first `cols` elements of a vector (none, if `cols` is negative) and makes the others
-// zero.
+// Makes the elements of a vector from `cols` on (all, if it is negative) zero.
 template <typename T, int kWidth>
-__device__ __forceinline__ void keep_first(Vec<T, kWidth>& v, int cols) {
+FUSED_DEVICE void keep_first(Vec<T, kWidth>& v, int cols) {
   constexpr int kSize = static_cast<int>(sizeof(T));
   auto* words = reinterpret_cast<uint32_t*>(v.at);
-#pragma unroll
-  for (int i = 0; i < kWidth * kSize / 4; ++i) {
+  FUSED_UNROLL for (int i = 0; i < kWidth * kSize / 4; ++i) {
     const uint32_t first_half = kSize == 2 && cols == 2 * i + 1 ? words[i] & 0xffffu : 0;
     words[i] = cols * kSize >= 4 * i + 4 ? words[i] : first_half;
   }
 }
 
 // Makes the elements of a thread's vectors that lie behind the row's last column zero.
-template <typename T, int kWidth, int kVecs, typename Share>
-__device__ __forceinline__ void keep_columns(Vec<T, kWidth> (&vectors)[kVecs], const Share& share) {
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+template <typename T, int kWidth, int kVecs>
+FUSED_DEVICE void keep_columns(Vec<T, kWidth> (&vectors)[kVecs], const auto& share) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     if (!share.is_whole(k)) keep_first(vectors[k], share.cols_from(k));
   }
 }
@@ -112,53 +103,49 @@ struct ShiftedRow {
   T* start;   // of the piece in which the row begins
   int shift;  // bytes from `start` to the row
 
-  __device__ __forceinline__ explicit ShiftedRow(T* row)
+  FUSED_DEVICE explicit ShiftedRow(T* row)
       : shift(static_cast<int>(reinterpret_cast<uintptr_t>(row) % kPieceBytes)) {
     start = row - shift / kSize;
   }
 
-  __device__ __forceinline__ T* piece(int index) const {
+  FUSED_DEVICE T* piece(int index) const {
     using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
     return reinterpret_cast<T*>(reinterpret_cast<Byte*>(start) +
                                 static_cast<uint32_t>(index) * kPieceBytes);
   }
 
-  __device__ __forceinline__ Words<kWords> load(int index) const {
+  FUSED_DEVICE Words<kWords> load(int index) const {
     // Two neighbouring threads read this piece, and the second of them finds it in L1.
     const Piece words = fused_layernorm::load<Use::kReadOnly, kPieceCols>(piece(index));
     return *reinterpret_cast<const Words<kWords>*>(words.at);
   }
 
-  // Stores the part of piece `index` that belongs to the row, which ends `end` bytes behind
-  // `start`.
-  __device__ __forceinline__ void store_part(int index, const Words<kWords>& words, int end) const {
+  // Stores the part of piece `index` in the row, which ends `end` bytes behind `start`.
+  FUSED_DEVICE void store_part(int index, const Words<kWords>& words, int end) const {
     const Piece values = *reinterpret_cast<const Piece*>(words.at);
     T* const to = piece(index);
     const int first = index == 0 ? shift : 0;
     const int last = end - index * kPieceBytes;
-#pragma unroll
-    for (int j = 0; j < kPieceCols; ++j) {
+    FUSED_UNROLL for (int j = 0; j < kPieceCols; ++j) {
       if (first <= j * kSize && j * kSize < last) to[j] = values.at[j];
     }
   }
 };
 
-// Loads a thread's vectors `kFirst, kFirst + 1, ...` of a row. Elements behind the row's last
-// column, and missing vectors, get any values. The load reads up to 15 bytes before the row and
-// behind it, to the ends of its first and last piece; these are never outside an allocation,
-// because allocations begin and end at larger powers of two. then() is called behind the loads and
-// before the branch that waits for them.
-template <int kFirst, typename T, int kWidth, int kCount, typename Share, typename Then>
-__device__ __forceinline__ void load_shifted(Vec<T, kWidth> (&vectors)[kCount],
-                                             const ShiftedRow<const T, kWidth>& from,
-                                             const Share& share, const Then& then) {
+// Loads a thread's vectors `kFirst, kFirst + 1, ...` of a row. What lies behind the row's last
+// column gets any values. Up to 15 bytes before and behind the row are read, which never lie
+// outside an allocation: these begin and end at larger powers of two. then() is called behind the
+// loads and before the branch that waits for them.
+template <int kFirst, typename T, int kWidth, int kCount>
+FUSED_DEVICE void load_shifted(Vec<T, kWidth> (&vectors)[kCount],
+                               const ShiftedRow<const T, kWidth>& from, const auto& share,
+                               const auto& then) {
   using Row = ShiftedRow<const T, kWidth>;
   static_assert(Row::kPieces == 1);
   using RowWords = Words<Row::kWords>;
   RowWords low[kCount], high[kCount], words[kCount];
   const int end = from.shift + share.cols * Row::kSize;
-#pragma unroll
-  for (int n = 0; n < kCount; ++n) {
+  FUSED_UNROLL for (int n = 0; n < kCount; ++n) {
     const int k = kFirst + n;
     const int piece = share.vector(k);
     low[n] = high[n] = {};
@@ -167,15 +154,14 @@ __device__ __forceinline__ void load_shifted(Vec<T, kWidth> (&vectors)[kCount],
   }
   then();
   shift_pieces<Shift::kDown, Row::kSize>(words, low, high, from.shift);
-#pragma unroll
-  for (int n = 0; n < kCount; ++n) {
+  FUSED_UNROLL for (int n = 0; n < kCount; ++n) {
     vectors[n] = *reinterpret_cast<const Vec<T, kWidth>*>(words[n].at);
   }
 }
 
 // Calls body(first, count) for `kAll` vectors, at most `kMost` of them at once.
-template <int kAll, int kMost, int kFirst = 0, typename Body>
-__device__ __forceinline__ void in_turn(const Body& body) {
+template <int kAll, int kMost, int kFirst = 0>
+FUSED_DEVICE void in_turn(const auto& body) {
   if constexpr (kFirst < kAll) {
     constexpr int kCount = kAll - kFirst < kMost ? kAll - kFirst : kMost;
     body(std::integral_constant<int, kFirst>{}, std::integral_constant<int, kCount>{});
@@ -185,33 +171,31 @@ __device__ __forceinline__ void in_turn(const Body& body) {
 
 // Stores a row of `cols` columns (nothing, if there are none); `vector(k)` gives a thread's k-th
 // vector. All threads of the team must call, and so must the other threads of their warps.
-template <typename T, int kWidth, int kVecs, typename Team, int kMayMiss, typename Vector>
-__device__ __forceinline__ void store_shifted(T* row, const Team& team,
-                                              const RaggedShare<kVecs, kWidth, kMayMiss>& share,
-                                              int cols, const Vector& vector) {
+template <typename T, int kWidth, int kVecs, typename Team, int kMayMiss>
+FUSED_DEVICE void store_shifted(T* row, const Team& team,
+                                const RaggedShare<kVecs, kWidth, kMayMiss>& share, int cols,
+                                const auto& vector) {
   using Row = ShiftedRow<T, kWidth>;
   static_assert(Row::kPieces == 1);
   using RowWords = Words<Row::kWords>;
   const Row to(row);
   const int end = cols > 0 ? to.shift + cols * Row::kSize : 0;
-  // A piece holds the end of one vector and the beginning of the next. The thread of the next
-  // vector stores the piece. Where no shuffle gives it the end of the vector before, there is a
-  // boundary.
+  // A piece holds the end of one vector and the beginning of the next, whose thread stores it.
+  // Where no shuffle gives this thread the end of the vector before, there is a boundary.
   typename Team::template Boundaries<kVecs, kVecs / kMayMiss, RowWords> boundaries(team);
   RowWords last_words = {};
   int last_piece = 0;
   const auto store = [&](auto first, auto count) {
     RowWords before[count()], own[count()], words[count()];
-#pragma unroll
-    for (int n = 0; n < count(); ++n) {
+    FUSED_UNROLL for (int n = 0; n < count(); ++n) {
       const auto values = vector(first() + n);
       own[n] = *reinterpret_cast<const RowWords*>(values.at);
     }
-#pragma unroll
-    for (int n = 0; n < count(); ++n) before[n] = boundaries.before(first() + n, own[n]);
+    FUSED_UNROLL for (int n = 0; n < count(); ++n) {
+      before[n] = boundaries.before(first() + n, own[n]);
+    }
     shift_pieces<Shift::kUp, Row::kSize>(words, before, own, to.shift);
-#pragma unroll
-    for (int n = 0; n < count(); ++n) {
+    FUSED_UNROLL for (int n = 0; n < count(); ++n) {
       const int k = first() + n;
       const int piece = share.vector(k);
       if (boundaries.is_at(k)) continue;
@@ -238,16 +222,14 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team,
 
 // Rows that begin at multiples of half a vector and end at one, moved by such halves: a thread owns
 // the columns that it would own of any other row. Missing halves are zero.
-template <typename T, int kWidth, int kCount, typename Share, typename Policy>
-__device__ __forceinline__ void load_halves(Vec<T, kWidth> (&vectors)[kCount], const T* row,
-                                            const Share& share, Policy policy) {
+template <typename T, int kWidth, int kCount, typename Policy>
+FUSED_DEVICE void load_halves(Vec<T, kWidth> (&vectors)[kCount], const T* row, const auto& share,
+                              Policy policy) {
   constexpr int kHalf = kWidth / 2;
   using Half = Vec<T, kHalf>;
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kCount; ++k) {
     auto* const halves = reinterpret_cast<Half*>(vectors[k].at);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    FUSED_UNROLL for (int h = 0; h < 2; ++h) {
       halves[h] = {};
       if (share.is_whole(k) || share.cols_from(k) > h * kHalf) {
         const T* const at = element(row, share.vector(k) * kWidth + h * kHalf);
@@ -257,13 +239,12 @@ __device__ __forceinline__ void load_halves(Vec<T, kWidth> (&vectors)[kCount], c
   }
 }
 // Stores a thread's k-th vector of such a row.
-template <typename T, int kWidth, typename Share, typename Policy>
-__device__ __forceinline__ void store_halves(T* row, const Share& share, int k,
-                                             const Vec<T, kWidth>& vector, Policy policy) {
+template <typename T, int kWidth, typename Policy>
+FUSED_DEVICE void store_halves(T* row, const auto& share, int k, const Vec<T, kWidth>& vector,
+                               Policy policy) {
   constexpr int kHalf = kWidth / 2;
   const auto* const halves = reinterpret_cast<const Vec<T, kHalf>*>(vector.at);
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
+  FUSED_UNROLL for (int h = 0; h < 2; ++h) {
     if (!share.is_whole(k) && share.cols_from(k) <= h * kHalf) continue;
     store_once(element(row, share.vector(k) * kWidth + h * kHalf), halves[h], policy);
   }
@@ -281,24 +262,20 @@ struct BlockBoundaries {
   Words* own;    // in a warp's first and last lane: where its words of vector 0 belong
 
   // The scratch memory must not be written again before another barrier of the block.
-  template <typename Row>
-  __device__ __forceinline__ explicit BlockBoundaries(const Row& row) : team(row.team) {
+  FUSED_DEVICE explicit BlockBoundaries(const auto& row) : team(row.team) {
     __shared__ Words scratch[2][kMost];
     lows = scratch[0];
     highs = scratch[1];
     own = team.lane() == 0 ? highs + team.warp() : lows + team.warp() + 1;
   }
-  // Returns the words of the vector before this thread's k-th vector, which has `words`. A warp's
-  // first lane gets any words.
-  __device__ __forceinline__ Words before(int k, const Words& words) const {
+  // The words of the vector before this thread's k-th (`words`); a warp's first lane gets any.
+  FUSED_DEVICE Words before(int k, const Words& words) const {
     if (team.lane() == 0 || team.lane() == kWarpSize - 1) own[k * team.warps()] = words;
     return shuffle(words, team.lane() - 1, kWarpSize);
   }
-  __device__ __forceinline__ bool is_at(int) const { return team.lane() == 0; }
-  // Calls store(v, low, high) for each boundary, with the words before vector v and its first
-  // words.
-  template <typename Store>
-  __device__ __forceinline__ void close(const Store& store) const {
+  FUSED_DEVICE bool is_at(int) const { return team.lane() == 0; }
+  // Calls store(v, words before vector v, its first words) for each boundary.
+  FUSED_DEVICE void close(const auto& store) const {
     __syncthreads();
     const int boundary = team.thread;
     if (boundary <= kPieces * team.warps())

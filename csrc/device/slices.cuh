@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Persistent blocks: which rows, and which slice of them, each block works on, and the place in a
-// ring of rows in shared memory.
+// Persistent blocks: the rows, or slices of rows, of each, and the place in a ring of rows.
 #pragma once
 
 #include <cstdint>
 
 #include "base/problem.h"
+#include "device/macros.cuh"
 
 namespace fused_layernorm {
 
@@ -17,19 +17,18 @@ struct SliceWork {
   int rows;
 
   // Whole rows: each block has one row a team.
-  __device__ __forceinline__ SliceWork(int teams, int team, int64_t all_rows, int all_cols)
+  FUSED_DEVICE SliceWork(int teams, int team, int64_t all_rows, int all_cols)
       : SliceWork(0, blockIdx.x, 1, all_cols, teams, team, all_rows, all_cols) {}
   // Slices of rows: blocks that follow each other share a row.
-  __device__ __forceinline__ SliceWork(const Slices& slices, int64_t all_rows, int all_cols)
+  FUSED_DEVICE SliceWork(const Slices& slices, int64_t all_rows, int all_cols)
       : SliceWork(blockIdx.x % slices.count, blockIdx.x / slices.count, slices.count, slices.cols,
                   1, 0, all_rows, all_cols) {}
 
-  __device__ __forceinline__ int64_t row(int i) const { return first_row + i * row_step; }
+  FUSED_DEVICE int64_t row(int i) const { return first_row + i * row_step; }
 
  private:
-  __device__ __forceinline__ SliceWork(int own_slice, int own_set, int blocks_per_row,
-                                       int slice_cols, int teams, int team, int64_t all_rows,
-                                       int all_cols)
+  FUSED_DEVICE SliceWork(int own_slice, int own_set, int blocks_per_row, int slice_cols, int teams,
+                         int team, int64_t all_rows, int all_cols)
       : slice(own_slice), set(own_set) {
     first_col = slice * slice_cols;
     cols = min(slice_cols, all_cols - first_col);
@@ -46,15 +45,14 @@ struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;
 
-  __device__ __forceinline__ void advance(int stages) {
+  FUSED_DEVICE void advance(int stages) {
     if (++stage == stages) {
       stage = 0;
       parity ^= 1;
     }
   }
-  // The stage of `ago` positions ago, where `ago` is less than `stages`. A kernel without a ring
-  // has no stages and ignores the answer.
-  __device__ __forceinline__ int stage_of(int ago, int stages) const {
+  // The stage of `ago` positions ago, where `ago` is less than `stages` (any, without a ring).
+  FUSED_DEVICE int stage_of(int ago, int stages) const {
     return stage < ago ? stage - ago + stages : stage - ago;
   }
 };

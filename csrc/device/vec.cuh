@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of elements: loads and stores named by cache intent, and conversion to the type that
-// the arithmetic is done in.
+// Vectors of elements: loads and stores by cache intent, and conversion to the arithmetic's type.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,19 +8,21 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "device/macros.cuh"
+
 namespace fused_layernorm {
 
 // Arithmetic is in float32, for float64 data in float64.
 template <typename T>
 using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-__device__ __forceinline__ float to_acc(float v) { return v; }
-__device__ __forceinline__ double to_acc(double v) { return v; }
-__device__ __forceinline__ float to_acc(__half v) { return __half2float(v); }
-__device__ __forceinline__ float to_acc(__nv_bfloat16 v) { return __bfloat162float(v); }
+FUSED_DEVICE float to_acc(float v) { return v; }
+FUSED_DEVICE double to_acc(double v) { return v; }
+FUSED_DEVICE float to_acc(__half v) { return __half2float(v); }
+FUSED_DEVICE float to_acc(__nv_bfloat16 v) { return __bfloat162float(v); }
 
 template <typename T, typename Acc>
-__device__ __forceinline__ T from_acc(Acc v) {
+FUSED_DEVICE T from_acc(Acc v) {
   if constexpr (std::is_same_v<T, __half>) {
     return __float2half_rn(static_cast<float>(v));
   } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -54,12 +55,11 @@ struct Vec {
   // A vector is copied in pieces, too. The compiler would copy single elements: in half precision
   // it would unpack and pack them right behind a load, and so wait for memory there.
   Vec() = default;
-  __device__ __forceinline__ Vec(const Vec& other) { *this = other; }
-  __device__ __forceinline__ Vec& operator=(const Vec& other) {
+  FUSED_DEVICE Vec(const Vec& other) { *this = other; }
+  FUSED_DEVICE Vec& operator=(const Vec& other) {
     const auto* from = reinterpret_cast<const Piece*>(other.at);
     auto* to = reinterpret_cast<Piece*>(at);
-#pragma unroll
-    for (int i = 0; i < kBytes / kPieceBytes; ++i) to[i] = from[i];
+    FUSED_UNROLL for (int i = 0; i < kBytes / kPieceBytes; ++i) to[i] = from[i];
     return *this;
   }
 };
@@ -70,21 +70,19 @@ using piece_t = typename V::Piece;
 // Makes the compiler hold the vector in registers here, in the form in which it was loaded. The
 // compiler then cannot delay the load, and keeps no earlier results from the vector for later use.
 template <typename T, int kWidth>
-__device__ __forceinline__ void hold(Vec<T, kWidth>& v) {
+FUSED_DEVICE void hold(Vec<T, kWidth>& v) {
   static_assert(sizeof(v) % sizeof(uint32_t) == 0);
   auto* words = reinterpret_cast<uint32_t*>(v.at);
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(v) / sizeof(uint32_t)); ++i) {
+  FUSED_UNROLL for (int i = 0; i < static_cast<int>(sizeof(v) / sizeof(uint32_t)); ++i) {
     asm volatile("" : "+r"(words[i]));
   }
 }
 
 // Negative zeros, which change no value that they are added to, not even a zero of either sign.
 template <typename T, int kWidth>
-__device__ __forceinline__ Vec<T, kWidth> negative_zeros() {
+FUSED_DEVICE Vec<T, kWidth> negative_zeros() {
   Vec<T, kWidth> v;
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) v.at[j] = from_acc<T>(acc_t<T>(-0.0));
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) v.at[j] = from_acc<T>(acc_t<T>(-0.0));
   return v;
 }
 
@@ -109,7 +107,7 @@ struct EvictFirst {};
 struct L2Policy {
   uint64_t bits = 0;
 
-  __device__ __forceinline__ explicit L2Policy(bool stays) {
+  FUSED_DEVICE explicit L2Policy(bool stays) {
 #if __CUDA_ARCH__ >= 800
     uint64_t normal, first;
     asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
@@ -131,7 +129,7 @@ namespace detail {
 
 // Loads of kOnce and kInOrder.
 template <bool kInOrder>
-__device__ __forceinline__ uint4 load_once(const uint4* p, EvictFirst) {
+FUSED_DEVICE uint4 load_once(const uint4* p, EvictFirst) {
   uint4 v;
   if constexpr (kInOrder) {
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -145,7 +143,7 @@ __device__ __forceinline__ uint4 load_once(const uint4* p, EvictFirst) {
   return v;
 }
 template <bool kInOrder>
-__device__ __forceinline__ uint4 load_once(const uint4* p, L2Policy policy) {
+FUSED_DEVICE uint4 load_once(const uint4* p, L2Policy policy) {
   uint4 v;
   if constexpr (kInOrder) {
     asm volatile("ld.global.L1::no_allocate" FUSED_LAYERNORM_HINT
@@ -161,7 +159,7 @@ __device__ __forceinline__ uint4 load_once(const uint4* p, L2Policy policy) {
   return v;
 }
 template <bool kInOrder>
-__device__ __forceinline__ uint2 load_once(const uint2* p, EvictFirst) {
+FUSED_DEVICE uint2 load_once(const uint2* p, EvictFirst) {
   uint2 v;
   if constexpr (kInOrder) {
     asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
@@ -173,7 +171,7 @@ __device__ __forceinline__ uint2 load_once(const uint2* p, EvictFirst) {
   return v;
 }
 template <bool kInOrder>
-__device__ __forceinline__ uint2 load_once(const uint2* p, L2Policy policy) {
+FUSED_DEVICE uint2 load_once(const uint2* p, L2Policy policy) {
   uint2 v;
   if constexpr (kInOrder) {
     asm volatile("ld.global.L1::no_allocate" FUSED_LAYERNORM_HINT
@@ -189,9 +187,9 @@ __device__ __forceinline__ uint2 load_once(const uint2* p, L2Policy policy) {
   return v;
 }
 
-__device__ __forceinline__ void store_once(uint4* p, const uint4& v, EvictFirst) { __stcs(p, v); }
-__device__ __forceinline__ void store_once(uint2* p, const uint2& v, EvictFirst) { __stcs(p, v); }
-__device__ __forceinline__ void store_once(uint4* p, const uint4& v, L2Policy policy) {
+FUSED_DEVICE void store_once(uint4* p, const uint4& v, EvictFirst) { __stcs(p, v); }
+FUSED_DEVICE void store_once(uint2* p, const uint2& v, EvictFirst) { __stcs(p, v); }
+FUSED_DEVICE void store_once(uint4* p, const uint4& v, L2Policy policy) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(v.x),
                "r"(v.y), "r"(v.z), "r"(v.w), "l"(policy.bits));
@@ -199,7 +197,7 @@ __device__ __forceinline__ void store_once(uint4* p, const uint4& v, L2Policy po
   __stcs(p, v);
 #endif
 }
-__device__ __forceinline__ void store_once(uint2* p, const uint2& v, L2Policy policy) {
+FUSED_DEVICE void store_once(uint2* p, const uint2& v, L2Policy policy) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(p), "r"(v.x), "r"(v.y),
                "l"(policy.bits));
@@ -215,13 +213,12 @@ __device__ __forceinline__ void store_once(uint2* p, const uint2& v, L2Policy po
 
 // `policy` counts for kOnce and kInOrder.
 template <Use kUse, int kWidth, typename T, typename Policy = EvictFirst>
-__device__ __forceinline__ Vec<T, kWidth> load(const T* p, Policy policy = Policy{}) {
+FUSED_DEVICE Vec<T, kWidth> load(const T* p, Policy policy = Policy{}) {
   using V = Vec<T, kWidth>;
   V v;
   const auto* from = reinterpret_cast<const piece_t<V>*>(p);
   auto* to = reinterpret_cast<piece_t<V>*>(v.at);
-#pragma unroll
-  for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
+  FUSED_UNROLL for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
     if constexpr (kUse == Use::kPlain || kUse == Use::kAhead) {
       to[i] = from[i];
     } else if constexpr (kUse != Use::kReadOnly && V::kPieceBytes >= 8) {
@@ -234,20 +231,18 @@ __device__ __forceinline__ Vec<T, kWidth> load(const T* p, Policy policy = Polic
 }
 
 template <typename T, int kWidth>
-__device__ __forceinline__ void store(T* p, const Vec<T, kWidth>& v) {
+FUSED_DEVICE void store(T* p, const Vec<T, kWidth>& v) {
   *reinterpret_cast<Vec<T, kWidth>*>(p) = v;
 }
 
 // Stores data that is written once and not read by this kernel. Pieces below 8 bytes are stored
 // plainly, so that parts of a sector stay in L2 until the rest of it has come.
 template <typename T, int kWidth, typename Policy = EvictFirst>
-__device__ __forceinline__ void store_once(T* p, const Vec<T, kWidth>& v,
-                                           Policy policy = Policy{}) {
+FUSED_DEVICE void store_once(T* p, const Vec<T, kWidth>& v, Policy policy = Policy{}) {
   using V = Vec<T, kWidth>;
   auto* to = reinterpret_cast<piece_t<V>*>(p);
   const auto* from = reinterpret_cast<const piece_t<V>*>(v.at);
-#pragma unroll
-  for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
+  FUSED_UNROLL for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
     if constexpr (V::kPieceBytes >= 8) {
       detail::store_once(to + i, from[i], policy);
     } else {
@@ -259,13 +254,12 @@ __device__ __forceinline__ void store_once(T* p, const Vec<T, kWidth>& v,
 // The same, if `wanted`. Pieces of 16 bytes are stored under a predicate: with a branch, the
 // arithmetic of each vector would wait for that of the vector before.
 template <typename T, int kWidth>
-__device__ __forceinline__ void store_once_if(bool wanted, T* p, const Vec<T, kWidth>& v) {
+FUSED_DEVICE void store_once_if(bool wanted, T* p, const Vec<T, kWidth>& v) {
   using V = Vec<T, kWidth>;
   if constexpr (V::kPieceBytes == 16) {
     auto* to = reinterpret_cast<uint4*>(p);
     const auto* from = reinterpret_cast<const uint4*>(v.at);
-#pragma unroll
-    for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
+    FUSED_UNROLL for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
       asm volatile(
           "{\n"
           ".reg .pred p;\n"
@@ -281,28 +275,23 @@ __device__ __forceinline__ void store_once_if(bool wanted, T* p, const Vec<T, kW
 
 // The elements in the type that the arithmetic is done in.
 template <typename T, int kWidth>
-__device__ __forceinline__ void unpack(acc_t<T> (&values)[kWidth], const Vec<T, kWidth>& v) {
+FUSED_DEVICE void unpack(acc_t<T> (&values)[kWidth], const Vec<T, kWidth>& v) {
   if constexpr (std::is_same_v<T, __nv_bfloat16> && kWidth % 2 == 0) {
     // A bfloat16 is the upper half of a float32: one instruction each.
     const auto* words = reinterpret_cast<const uint32_t*>(v.at);
-#pragma unroll
-    for (int i = 0; i < kWidth / 2; ++i) {
+    FUSED_UNROLL for (int i = 0; i < kWidth / 2; ++i) {
       values[2 * i] = __uint_as_float(words[i] << 16);
       values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
     }
   } else {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = to_acc(v.at[j]);
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] = to_acc(v.at[j]);
   }
 }
 
 template <typename T, int kWidth, typename Acc>
-__device__ __forceinline__ Vec<T, kWidth> round_to(const Acc (&values)[kWidth]) {
+FUSED_DEVICE Vec<T, kWidth> round_to(const Acc (&values)[kWidth]) {
   Vec<T, kWidth> v;
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    v.at[j] = from_acc<T>(values[j]);
-  }
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) v.at[j] = from_acc<T>(values[j]);
   return v;
 }
 

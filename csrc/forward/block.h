@@ -1,44 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// The strategy "block": a block holds a row in registers. Its kernels stand in
-// layernorm_kernel.cu.
+// The strategy "block": a block holds a row in registers (layernorm_kernel.cu).
 #pragma once
 
 #include "forward/row.h"
 
 namespace fused_layernorm {
-namespace forward {
-
-struct Block : InRegisters {
-  static constexpr const char* kName = "block";
-  int vecs = 3;
-  Moves moves = Moves::kVectors;
-  bool early = false;  // weight and bias are loaded with the row
-
-  static std::optional<Block> make(const Problem& problem, const Device& device,
-                                   const Forced& forced);
-  template <typename Json>
-  void describe(Json& json) const {
-    json.add("stays_in_l2", stays_in_l2).add("vecs", vecs).add("moves", moves).add("early", early);
-  }
-};
-
-}  // namespace forward
-
-ForwardLaunch<forward::Block> launch_layer_norm_forward;
-
-// ---- Limits.
 
 using ForwardBlockVecs = VecsList<3, 4, 5, 8>;
-// Three or four vectors a thread suit every number of vectors, and are all that unaligned rows
-// have.
+// Three or four vectors suit every number of vectors, and are all that unaligned rows have.
 constexpr int kMostShiftedVecs = 4;
 constexpr bool has_block_kernels(int vecs, Moves moves) {
   return contains(ForwardBlockVecs{}, vecs) &&
          (moves == Moves::kVectors || vecs <= kMostShiftedVecs);
 }
 
-// Parameters are of x's type or of float32, so parameters of x's size are of x's type. `shifted`:
-// rows are unaligned.
+// Parameters are of x's type or float32. `shifted`: rows are unaligned.
 constexpr ForwardLoad forward_load(int x_size, int weight_size, bool residual, bool epilogue,
                                    bool shifted, bool modulated) {
   if (residual || modulated) return ForwardLoad::kHeavy;
@@ -72,6 +48,20 @@ static_assert(
 
 namespace forward {
 
+struct Block : InRegisters {
+  static constexpr const char* kName = "block";
+  int vecs = 3;
+  Moves moves = Moves::kVectors;
+  bool early = false;  // weight and bias are loaded with the row
+
+  static std::optional<Block> make(const Problem& problem, const Device& device,
+                                   const Forced& forced);
+  template <typename Json>
+  void describe(Json& json) const {
+    json.add("stays_in_l2", stays_in_l2).add("vecs", vecs).add("moves", moves).add("early", early);
+  }
+};
+
 inline const ThreadVecs& thread_vecs(const Problem& problem, const Device& device,
                                      int64_t vectors) {
   const ForwardTuning& tuning = tuning_of(device);
@@ -82,8 +72,7 @@ inline const ThreadVecs& thread_vecs(const Problem& problem, const Device& devic
   return rule.at(vectors);
 }
 
-// The threads of a block whose threads own `vecs` vectors of a row each, if there is a kernel for
-// it.
+// The threads of a block that own `vecs` vectors of a row each, if there is a kernel for it.
 inline std::optional<int> block_threads(const Problem& problem, int64_t vectors, int vecs) {
   if (!has_block_kernels(vecs, moves_of(problem))) return std::nullopt;
   const ForwardLoad load =
@@ -96,10 +85,9 @@ inline std::optional<int> block_threads(const Problem& problem, int64_t vectors,
   return static_cast<int>(threads);
 }
 
-// Whether blocks that have one row each may load weight and bias together with it: the registers
-// for this must not keep any of the blocks waiting. (bfloat16, with such loads and without: 528 x
-// 4096 4.40 us, 4.55; 1056 x 2048 4.18, 4.25; but where not all blocks run
-// at once 1056 x 4096 6.93, 6.15.)
+// Whether blocks that have one row each may load weight and bias together with it, where the
+// registers for this keep no block waiting. (bfloat16, with such loads and without: 528 x 4096 4.40
+// us, 4.55; 1056 x 2048 4.18, 4.25; but 1056 x 4096 6.93, 6.15.)
 inline bool may_be_early(const Problem& problem, const Device& device, int vecs, int threads) {
   return is_bare(problem) && problem.aligned &&
          has_early_forward(problem.x, problem.weight, problem.y, vecs) &&
@@ -132,5 +120,9 @@ inline std::optional<Block> Block::make(const Problem& problem, const Device& de
   }
   return best;
 }
+
 }  // namespace forward
+
+ForwardLaunch<forward::Block> launch_layer_norm_forward;
+
 }  // namespace fused_layernorm

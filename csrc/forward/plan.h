@@ -19,6 +19,7 @@
 #include "forward/warp.h"
 
 namespace fused_layernorm {
+
 namespace forward {
 
 // In the order in which they are asked: short rows by logical warps, longer ones by blocks, the

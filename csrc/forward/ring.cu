@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of rows that several blocks share, or that one block cannot keep in its registers:
-// persistent blocks with warps by role (forward/ring.h). The measurers and the collector of a block
-// work ahead of its workers, as far as the ring holds rows, so the workers do not wait for the
-// meeting of the blocks.
-#include <cooperative_groups.h>
-
+// Forward of rows that several blocks share, or that one block cannot keep in its registers, by
+// persistent blocks with warps by role (forward/ring.h). Measurers and collector work ahead of the
+// workers, as far as the ring holds rows, so these do not wait for the meeting of the blocks.
 #include <utility>
 
 #include "base/launch.cuh"
@@ -20,41 +17,40 @@ namespace {
 
 // Warps that need few registers give some to those that need many; four warps at a time call. Only
 // code for Hopper alone (sm_90a, see setup.py) can; elsewhere the workers spill some.
-__device__ __forceinline__ void take_registers() {
+FUSED_DEVICE void take_registers() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kLongRingWorkerRegisters));
 #endif
 }
-__device__ __forceinline__ void give_registers() {
+FUSED_DEVICE void give_registers() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLongRingOtherRegisters));
 #endif
 }
 
-// Which of a row's vectors a block and its workers have. The spans of the blocks lie side by side,
-// and the last, shorter ones too.
+// Which of a row's vectors a block and its workers have. The spans of blocks lie side by side.
 struct RingColumns {
   int blocks, block, spans;
   int rest, last_of_block, last_of_worker;
 
-  __device__ __forceinline__ RingColumns(const forward::Ring& plan, int own_block)
+  FUSED_DEVICE RingColumns(const forward::Ring& plan, int own_block)
       : blocks(plan.blocks_per_row),
         block(own_block),
         spans(plan.spans),
         rest(plan.rest),
         last_of_block(plan.last_of_block),
         last_of_worker(plan.last_of_worker) {}
-  __device__ __forceinline__ int last_vectors_of(int its_block) const {
+  FUSED_DEVICE int last_vectors_of(int its_block) const {
     return min(max(rest - its_block * last_of_block, 0), last_of_block);
   }
-  __device__ __forceinline__ int last_vectors_of(int its_block, int worker) const {
+  FUSED_DEVICE int last_vectors_of(int its_block, int worker) const {
     return min(max(last_vectors_of(its_block) - worker * last_of_worker, 0), last_of_worker);
   }
-  __device__ __forceinline__ int vectors_of(int its_block) const {
+  FUSED_DEVICE int vectors_of(int its_block) const {
     return (spans - 1) * kRingSpanVectors + last_vectors_of(its_block);
   }
   // Where a worker's piece of a span begins.
-  __device__ __forceinline__ int first(int span, int worker) const {
+  FUSED_DEVICE int first(int span, int worker) const {
     if (span == spans - 1) {
       return span * blocks * kRingSpanVectors + block * last_of_block + worker * last_of_worker;
     }
@@ -98,33 +94,10 @@ struct RingState {
 };
 static_assert(sizeof(RingState) <= kRingStateBytes, "the plan leaves room for it");
 
-// The one meeting of all blocks of the launch: behind it, all slots of the workspace are empty. It
-// takes place while x comes. All threads of a block arrive, and wait each in its role.
-struct Meeting {
-  const forward::Ring& plan;
-  cooperative_groups::grid_group::arrival_token token{};
-
-  __device__ __forceinline__ explicit Meeting(const forward::Ring& its_plan) : plan(its_plan) {
-    if (takes_place()) token = cooperative_groups::this_grid().barrier_arrive();
-  }
-  __device__ __forceinline__ void wait() const {
-    auto own = token;
-    if (takes_place()) cooperative_groups::this_grid().barrier_wait(std::move(own));
-  }
-  // Hidden, so that the answer takes no register in between.
-  __device__ __forceinline__ bool takes_place() const {
-    int blocks = plan.blocks_per_row;
-    asm volatile("" : "+r"(blocks));
-    return blocks > 1;
-  }
-};
-
 // Moments in float64, so that those of parts combine without loss; about the pivot, so that one sum
 // over the warp does (Chan, Golub and LeVeque, 1979, for many parts at once). `each(f)` calls
 // f(columns, moments) for each of a lane's parts.
-template <typename Each>
-__device__ __forceinline__ Moments<double> combine_at_once(const Each& each, double pivot,
-                                                           double inverse_cols) {
+FUSED_DEVICE Moments<double> combine_at_once(const auto& each, double pivot, double inverse_cols) {
   Pair<double> sums;
   each([&](double cols, const Pair<float>& part) {
     const double delta = part.first - pivot;
@@ -136,61 +109,30 @@ __device__ __forceinline__ Moments<double> combine_at_once(const Each& each, dou
   return {pivot + delta, sums.second - sums.first * delta};
 }
 
-// The slots of a row, read until all are written.
-struct RingSlots {
-  Pair<float> values[kSlotsPerLane];
-
-  __device__ __forceinline__ RingSlots(const uint64_t* slots, int count, int lane) {
-    uint64_t bits[kSlotsPerLane];
-#pragma unroll
-    for (int k = 0; k < kSlotsPerLane; ++k) bits[k] = lane + k * kWarpSize < count ? kEmptySlot : 0;
-    bool missing;
-    do {
-#pragma unroll
-      for (int k = 0; k < kSlotsPerLane; ++k) {
-        if (bits[k] != kEmptySlot) continue;
-        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
-                     : "=l"(bits[k])
-                     : "l"(slots + lane + k * kWarpSize)
-                     : "memory");
-      }
-      missing = false;
-#pragma unroll
-      for (int k = 0; k < kSlotsPerLane; ++k) missing |= bits[k] == kEmptySlot;
-    } while (__any_sync(kFullWarp, missing));
-#pragma unroll
-    for (int k = 0; k < kSlotsPerLane; ++k) {
-      values[k] = {__uint_as_float(static_cast<uint32_t>(bits[k])),
-                   __uint_as_float(static_cast<uint32_t>(bits[k] >> 32))};
-    }
-  }
-};
-
 // The vectors that a lane has of a unit, the pieces of two workers in the last span.
 struct UnitShare {
   int lane, first_piece, second_piece;  // vectors of the pieces
 
-  __device__ __forceinline__ bool has(int k) const {
+  FUSED_DEVICE bool has(int k) const {
     return (k % kRingLaneVecs) * kWarpSize + lane <
            (k < kRingLaneVecs ? first_piece : second_piece);
   }
-  __device__ __forceinline__ bool has_column(int k, int) const { return has(k); }
+  FUSED_DEVICE bool has_column(int k, int) const { return has(k); }
   template <typename Acc, int kWidth>
-  __device__ __forceinline__ Acc count(int k) const {
+  FUSED_DEVICE Acc count(int k) const {
     return has(k) ? Acc(kWidth) : Acc(0);
   }
   template <int kWidth>
-  __device__ __forceinline__ int columns() const {
+  FUSED_DEVICE int columns() const {
     int count = 0;
-#pragma unroll
-    for (int k = 0; k < 2 * kRingLaneVecs; ++k) count += has(k) ? kWidth : 0;
+    FUSED_UNROLL for (int k = 0; k < 2 * kRingLaneVecs; ++k) count += has(k) ? kWidth : 0;
     return count;
   }
 };
 
 // A place in the ring.
 struct RingPlace : RingPosition {
-  __device__ __forceinline__ void skip(int spans, int stages) {
+  FUSED_DEVICE void skip(int spans, int stages) {
     stage += spans;
     if (stage >= stages) {
       stage -= stages;
@@ -204,7 +146,7 @@ struct LaneMoments {
   float count = 0;
   Moments<float> sum = {0, 0};
 
-  __device__ __forceinline__ void add(float more, const Moments<float>& part) {
+  FUSED_DEVICE void add(float more, const Moments<float>& part) {
     const float share = __fdividef(more, fmaxf(count + more, 1.0f));
     const float delta = part.mean - sum.mean;
     sum.mean = fmaf(delta, share, sum.mean);
@@ -234,18 +176,16 @@ struct RingBlock {
 
   // ---- Measurers
 
-  __device__ __forceinline__ float pivot_of(const Vec<X, kWidth>& x) const {
+  FUSED_DEVICE float pivot_of(const Vec<X, kWidth>& x) const {
     return N::Statistic::template pivot<X>(Pair<float>{to_acc(x.at[0]), to_acc(x.at[1])});
   }
 
   // Adds the moments of a lane's vectors of one unit.
-  template <typename UnitShare>
-  __device__ __forceinline__ void measure(LaneMoments& moments, float& pivot, bool first,
-                                          const X* x, const UnitShare& share,
-                                          const Reciprocal<float>& inverse, float count) const {
+  FUSED_DEVICE void measure(LaneMoments& moments, float& pivot, bool first, const X* x,
+                            const auto& share, const Reciprocal<float>& inverse,
+                            float count) const {
     Vec<X, kWidth> values[kUnitVecs];
-#pragma unroll
-    for (int k = 0; k < kUnitVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kUnitVecs; ++k) {
       values[k] = {};
       if (share.has(k)) {
         values[k] = load<Use::kPlain, kWidth>(x + (k * kWarpSize + lane) * kWidth);
@@ -258,12 +198,12 @@ struct RingBlock {
   }
 
   // What a lane has of the last span's unit of this pair of workers.
-  __device__ __forceinline__ UnitShare last_unit(int pair) const {
+  FUSED_DEVICE UnitShare last_unit(int pair) const {
     return {lane, columns.last_vectors_of(work.slice, 2 * pair),
             columns.last_vectors_of(work.slice, 2 * pair + 1)};
   }
 
-  __device__ __forceinline__ void run_measurer(int measurer, const Meeting& meeting) {
+  FUSED_DEVICE void run_measurer(int measurer, const auto& meeting) {
     const int units = kUnits * columns.spans, whole = units - kUnits;
     constexpr int kWholeCols = kUnitVecs * kWidth;
     float cols = 0;
@@ -325,13 +265,12 @@ struct RingBlock {
     }
   }
 
-  __device__ __forceinline__ void publish_block(int i) {
+  FUSED_DEVICE void publish_block(int i) {
     const int kept = i % kRingRowsKept;
     barrier_wait(&state.measured[kept], i / kRingRowsKept & 1);
     const auto& parts = state.parts[kept];
     double sum = 0, m2 = parts[0].m2;
-#pragma unroll
-    for (int k = 1; k < kRingMeasurers; ++k) {
+    FUSED_UNROLL for (int k = 1; k < kRingMeasurers; ++k) {
       const double delta = parts[k].mean - parts[0].mean, part = state.counts[k] * delta;
       sum += part;
       m2 += parts[k].m2 + part * delta;
@@ -352,7 +291,7 @@ struct RingBlock {
 
   // ---- The collector
 
-  __device__ __forceinline__ void run_collector(const Meeting& meeting) {
+  FUSED_DEVICE void run_collector(const auto& meeting) {
     meeting.wait();
 #pragma unroll 1
     for (int i = 0; i < work.rows; ++i) {
@@ -361,15 +300,14 @@ struct RingBlock {
       barrier_wait(&state.published[kept], i / kRingRowsKept & 1);
       Moments<double> moments;
       if (columns.blocks > 1) {
-        const RingSlots slots(static_cast<const uint64_t*>(p.workspace) + row * columns.blocks,
-                              columns.blocks, lane);
+        const CollectedSlots<Polls::kEmpty> slots(
+            static_cast<const uint64_t*>(p.workspace) + row * columns.blocks, columns.blocks, lane);
         moments = combine_at_once(
             [&](const auto& use) {
               // Hidden, so that no number is kept in registers from row to row.
               int block = lane;
               asm volatile("" : "+r"(block));
-#pragma unroll
-              for (int k = 0; k < kSlotsPerLane; ++k, block += kWarpSize) {
+              FUSED_UNROLL for (int k = 0; k < kSlotsPerLane; ++k, block += kWarpSize) {
                 const int cols = block < columns.blocks ? columns.vectors_of(block) * kWidth : 0;
                 use(cols, slots.values[k]);
               }
@@ -391,11 +329,10 @@ struct RingBlock {
 
   // ---- Workers
 
-  __device__ __forceinline__ int piece_vectors(int span) const {
+  FUSED_DEVICE int piece_vectors(int span) const {
     return span < columns.spans - 1 ? kRingPieceVectors : columns.last_vectors_of(work.slice, warp);
   }
-  // A span that is brought next. All lanes know it alike and one of them acts, so the compiler
-  // computes it in uniform registers.
+  // A span that is brought next. All lanes know it, and one acts: it is in uniform registers.
   struct Feed {
     const X* row = nullptr;
     int i = 0, span = 0;
@@ -403,32 +340,32 @@ struct RingBlock {
   struct Feeds {
     Feed to_ring, to_l2;
   };
-  __device__ __forceinline__ void enter_row(Feed& feed) const {
+  FUSED_DEVICE void enter_row(Feed& feed) const {
     feed.row = static_cast<const X*>(p.input) + p.input_rows(work.row(feed.i));
   }
-  __device__ __forceinline__ void advance(Feed& feed) const {
+  FUSED_DEVICE void advance(Feed& feed) const {
     if (++feed.span == columns.spans) {
       feed.span = 0;
       ++feed.i;
       enter_row(feed);
     }
   }
-  __device__ __forceinline__ const X* piece_of(const Feed& feed) const {
+  FUSED_DEVICE const X* piece_of(const Feed& feed) const {
     return element(feed.row, columns.first(feed.span, warp) * kWidth);
   }
-  __device__ __forceinline__ void bring(const Feed& feed, int stage, uint32_t bytes) const {
+  FUSED_DEVICE void bring(const Feed& feed, int stage, uint32_t bytes) const {
     uint64_t* full = &state.full[warp / 2][stage];
     barrier_expect(full, bytes);
     if (bytes > 0) {
       bulk_load(ring + stage * kStageCols + warp * kPieceCols, piece_of(feed), bytes, full, false);
     }
   }
-  __device__ __forceinline__ void feed_ring(Feed& feed, int stage, bool acts) const {
+  FUSED_DEVICE void feed_ring(Feed& feed, int stage, bool acts) const {
     if (feed.i >= work.rows) return;
     if (acts) bring(feed, stage, piece_vectors(feed.span) * kVectorBytes);
     advance(feed);
   }
-  __device__ __forceinline__ void feed_l2(Feed& feed, bool acts) const {
+  FUSED_DEVICE void feed_l2(Feed& feed, bool acts) const {
     if (feed.i >= work.rows) return;
     const uint32_t bytes = piece_vectors(feed.span) * kVectorBytes;
     const X* x = piece_of(feed);
@@ -436,7 +373,7 @@ struct RingBlock {
     advance(feed);
   }
   // The `n`-th span of the block's work.
-  __device__ __forceinline__ Feed nth(int n) const {
+  FUSED_DEVICE Feed nth(int n) const {
     Feed feed;
     feed.i = n / columns.spans;
     feed.span = n - feed.i * columns.spans;
@@ -444,7 +381,7 @@ struct RingBlock {
     return feed;
   }
   // Fills the ring: each lane brings one span, to a stage or, behind the last stage, to L2.
-  __device__ __forceinline__ Feeds start() const {
+  FUSED_DEVICE Feeds start() const {
     static_assert(kMostRingStages + kRingAhead <= kWarpSize);
     const Feed own = nth(lane);
     if (lane < plan.stages + kRingAhead && own.i < work.rows) {
@@ -459,16 +396,13 @@ struct RingBlock {
     return {nth(plan.stages), nth(plan.stages + kRingAhead)};
   }
 
-  // A lane's weights and biases: the first in registers, the others in shared memory, where each
-  // lane reads what it has written itself.
+  // A lane's weights and biases: the first in registers, the others in its part of shared memory.
   static constexpr LongRing kKept = long_ring(sizeof(W) > sizeof(X));
   static constexpr int kWeights = kLong ? kKept.weights : 0;
   static constexpr int kBiases = kLong ? kKept.biases : 0;
 
-  // body(span) for all spans. If some parameters lie in registers, each span has code of its
-  // own.
-  template <typename Body>
-  __device__ __forceinline__ void each_span(const Body& body) const {
+  // body(span) for all spans, each with code of its own if parameters lie in registers.
+  FUSED_DEVICE void each_span(const auto& body) const {
     if constexpr (kLong) {
       each_span(body, std::make_integer_sequence<int, kKept.spans>{});
     } else {
@@ -476,13 +410,12 @@ struct RingBlock {
       for (int span = 0; span < columns.spans; ++span) body(span);
     }
   }
-  template <typename Body, int... kSpans>
-  __device__ __forceinline__ void each_span(const Body& body,
-                                            std::integer_sequence<int, kSpans...>) const {
+  template <int... kSpans>
+  FUSED_DEVICE void each_span(const auto& body, std::integer_sequence<int, kSpans...>) const {
     (void)((kSpans < columns.spans && (body(kSpans), true)) && ...);
   }
 
-  __device__ __forceinline__ void run_worker(W* shared, Feeds feeds, const Meeting& meeting) const {
+  FUSED_DEVICE void run_worker(W* shared, Feeds feeds, const auto& meeting) const {
     using WVec = Vec<W, kWidth>;
     constexpr int kStep = kRingWorkers * kWarpSize * kWidth;
     const int vecs = kRingLaneVecs * columns.spans;
@@ -504,8 +437,7 @@ struct RingBlock {
       copy_vector<kWidth, true>(to, element(from.at, col & from.mask));
     };
     each_span([&](int span) {
-#pragma unroll
-      for (int k = 0; k < kRingLaneVecs; ++k) {
+      FUSED_UNROLL for (int k = 0; k < kRingLaneVecs; ++k) {
         if (k * kWarpSize + lane >= piece_vectors(span)) continue;
         const int col = (columns.first(span, warp) + k * kWarpSize + lane) * kWidth;
         const int number = kRingLaneVecs * span + k;
@@ -540,8 +472,7 @@ struct RingBlock {
         barrier_wait(&state.full[warp / 2][read.stage], read.parity);
         const X* x = ring + read.stage * kStageCols + warp * kPieceCols + own;
         Vec<X, kWidth> values[kRingLaneVecs];
-#pragma unroll
-        for (int k = 0; k < kRingLaneVecs; ++k) {
+        FUSED_UNROLL for (int k = 0; k < kRingLaneVecs; ++k) {
           values[k] = load<Use::kPlain, kWidth>(x + k * kWarpSize * kWidth);
         }
         // Once all lanes have read the stage, it is refilled.
@@ -553,8 +484,7 @@ struct RingBlock {
           __syncwarp();
         }
         read.advance(plan.stages);
-#pragma unroll
-        for (int k = 0; k < kRingLaneVecs; ++k) {
+        FUSED_UNROLL for (int k = 0; k < kRingLaneVecs; ++k) {
           const int number = kRingLaneVecs * span + k;
           if (own >= (piece_vectors(span) - k * kWarpSize) * kWidth) continue;
           WVec weight, bias;
@@ -613,7 +543,13 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     }
   }
   __syncthreads();
-  const Meeting meeting(plan);
+  // Hidden, so that the answer takes no register in between.
+  const auto is_shared = [&] {
+    int blocks = plan.blocks_per_row;
+    asm volatile("" : "+r"(blocks));
+    return blocks > 1;
+  };
+  const GridMeeting meeting(is_shared, [] {});
   typename RingBlock<N, kLong>::Feeds feed;
   if (warp < kRingWorkers) feed = block.start();
   if (warp < kRingWorkers) {

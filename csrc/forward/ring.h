@@ -22,6 +22,7 @@
 #include "forward/tuning.h"
 
 namespace fused_layernorm {
+
 namespace forward {
 
 struct Ring : Launch {
@@ -90,8 +91,7 @@ constexpr int64_t shared_ring_vectors(int vecs, int in_registers, int last_of_wo
   return kRingWorkers * ((vecs - 1 - in_registers) * int64_t{kWarpThreads} + last_lanes);
 }
 
-// The plan with `blocks_per_row` blocks a row, if the ring then has `least` stages for every eight
-// spans of a row, or more.
+// The plan with `blocks_per_row` blocks a row and, for every eight spans, `least` stages or more.
 inline std::optional<forward::Ring> ring_of(const Problem& problem, const Device& device,
                                             int blocks_per_row, bool is_long, int least) {
   const int width = vector_width(size_of(problem.x));

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of one row that a team holds in registers, for any kind of team: load (prologue) ->
-// statistics -> normalize -> affine -> epilogue -> store. The strategies warp and block run this
-// with a type of team each.
+// Forward of one row in a team's registers: load (prologue) -> statistics -> normalize -> affine ->
+// epilogue -> store. The strategies warp and block run this, with a type of team each.
 #pragma once
 
 #include "forward/row.h"
@@ -30,8 +29,7 @@ struct ForwardTeam {
   template <typename N, typename Row, int kWidth>
   typename N::Acc pivot(const Row& row, const Vec<typename N::X, kWidth>& first) const;
 
-  // Parameters of no more words than this are loaded together with the row, in this way, and wait
-  // in registers while sums are taken.
+  // Parameters of no more words than this are loaded with the row, in this way, and wait.
   static constexpr int kMostEarlyWords = 0;
   static constexpr Use kEarlyUse = Use::kReadOnly;
   // Whether a launch chooses what becomes of x and y in L2 (L2Policy), or all is evict_first.
@@ -47,11 +45,10 @@ struct ForwardTeam {
 // Stores y of a thread's share of a row.
 template <typename N, typename Epilogue, typename Affine, int kWidth, int kVecs,
           typename Parameters, typename Share, typename Policy>
-__device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename N::Y* y_row,
-                                               const Vec<typename N::X, kWidth> (&x)[kVecs],
-                                               Parameters& parameters, const Share& share,
-                                               typename N::Acc mean, typename N::Acc rstd,
-                                               Policy policy) {
+FUSED_DEVICE void finish_vectors(const ForwardParams& p, typename N::Y* y_row,
+                                 const Vec<typename N::X, kWidth> (&x)[kVecs],
+                                 Parameters& parameters, const Share& share, typename N::Acc mean,
+                                 typename N::Acc rstd, Policy policy) {
   using Y = typename N::Y;
   const auto finish = [&](int k, const auto& weight, const auto& bias) {
     return N::template finish<Epilogue, Affine>(
@@ -60,8 +57,7 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
         });
   };
   if constexpr (!N::Epilogue::kBranches) {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       const auto y = finish(k, parameters.factor(k), parameters.summand(k));
       if constexpr (Share::kRagged) {
         store_halves(y_row, share, k, y, policy);
@@ -71,13 +67,11 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
     }
   } else {
     // The compiler moves nothing across the branches of an activation. So the next vector's
-    // parameters are loaded before these branches, if there are registers for them, and y's address
-    // is kept in a register.
+    // parameters come before them, if registers allow it, and y's address stays in a register.
     constexpr bool kAhead = kVecs * kWidth < 8 * kVectorWidth<typename N::Types>;
     Y* y_start = hidden(element(y_row, share.first * kWidth));
     auto weight = parameters.factor(0), bias = parameters.summand(0);
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       if (!kAhead && k > 0) {
         weight = parameters.factor(k);
         bias = parameters.summand(k);
@@ -96,12 +90,11 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
 }
 
 // Stores y of a thread's share of a row.
-template <typename N, int kWidth, int kVecs, typename Parameters, typename Share, typename Policy>
-__device__ __forceinline__ void finish_row(const ForwardParams& p, const ForwardRow<N>& row,
-                                           const Vec<typename N::X, kWidth> (&x)[kVecs],
-                                           Parameters parameters, const Share& share,
-                                           typename N::Acc mean, typename N::Acc rstd,
-                                           Policy policy) {
+template <typename N, int kWidth, int kVecs, typename Parameters, typename Policy>
+FUSED_DEVICE void finish_row(const ForwardParams& p, const ForwardRow<N>& row,
+                             const Vec<typename N::X, kWidth> (&x)[kVecs], Parameters parameters,
+                             const auto& share, typename N::Acc mean, typename N::Acc rstd,
+                             Policy policy) {
   N::Epilogue::for_row(p, [&](auto epilogue) {
     N::Affine::for_row(p, [&](auto affine) {
       finish_vectors<N, decltype(epilogue), decltype(affine)>(p, row.y, x, parameters, share, mean,
@@ -111,12 +104,11 @@ __device__ __forceinline__ void finish_row(const ForwardParams& p, const Forward
 }
 
 // Stores y of a thread's share of a shifted row, or nothing if `valid_row` is false.
-template <typename N, int kWidth, int kVecs, typename Parameters, typename Team, typename Share>
-__device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const ForwardRow<N>& row,
-                                                   const Vec<typename N::X, kWidth> (&x)[kVecs],
-                                                   const Parameters& parameters, const Team& team,
-                                                   const Share& share, bool valid_row,
-                                                   typename N::Acc mean, typename N::Acc rstd) {
+template <typename N, int kWidth, int kVecs>
+FUSED_DEVICE void finish_shifted_row(const ForwardParams& p, const ForwardRow<N>& row,
+                                     const Vec<typename N::X, kWidth> (&x)[kVecs],
+                                     const auto& parameters, const auto& team, const auto& share,
+                                     bool valid_row, typename N::Acc mean, typename N::Acc rstd) {
   N::Affine::for_row(p, [&](auto affine) {
     const auto y_of = [&](int k) {
       return N::template finish<typename N::Epilogue, decltype(affine)>(
@@ -136,8 +128,8 @@ constexpr int kParameterWords =
     2 * kVecs * kVectorWidth<typename N::Types> * static_cast<int>(sizeof(typename N::W)) / 4;
 
 // Calls start(norm, moves) with the norm, and with the way in which a row's elements are moved.
-template <typename T, typename Launcher>
-cudaError_t dispatch_rows(const ForwardParams& p, Moves moves, const Launcher& start) {
+template <typename T>
+cudaError_t dispatch_rows(const ForwardParams& p, Moves moves, const auto& start) {
   using Vectors = std::integral_constant<Moves, Moves::kVectors>;
   using Halves = std::integral_constant<Moves, Moves::kHalves>;
   using Shifted = std::integral_constant<Moves, Moves::kShifted>;
@@ -151,15 +143,14 @@ cudaError_t dispatch_rows(const ForwardParams& p, Moves moves, const Launcher& s
   return dispatch_forward<T, true>(p, [&](auto norm) { return start(norm, Shifted{}); });
 }
 
-// Forward of one row by a team. A thread has kVecs vectors of the row, which it loads and stores
-// piece by piece. A team without a row of its own (`row` is past the last one) reads the last row
-// and stores no y, because the shuffles of the other teams in its warp need its lanes.
-// kEarly: the affine parameters are loaded with the row, if there is neither a residual nor an
-// epilogue and registers allow it.
+// Forward of one row by a team. A thread has kVecs vectors of the row, which it moves piece by
+// piece. A team whose `row` is past the last one reads the last row and stores no y, because the
+// shuffles of the other teams in its warp need its lanes.
+// kEarly: the affine parameters are loaded with a row without residual and epilogue, if registers
+// allow it.
 // kForget: between the row's sums and y only the packed elements of the row stay in registers.
 template <typename N, int kVecs, Moves kMoves, bool kEarly, bool kForget, typename Team>
-__device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& team,
-                                            uint32_t row) {
+FUSED_DEVICE void forward_row(const ForwardParams& p, const Team& team, uint32_t row) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using W = typename N::W;
@@ -172,8 +163,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   const bool valid_row = row < rows;
   const uint32_t read_row = valid_row ? row : rows - 1;
   const ForwardRow<N> place(p, read_row, 0);
-  // The plan makes sure that at most the last of a thread's vectors is missing, and so at most its
-  // last kPiecesOfVector pieces.
+  // The plan makes sure that at most the last of a thread's vectors, all its pieces, is missing.
   const auto share = [&] {
     if constexpr (kRagged) {
       return RaggedShare<kPieces, kWidth, kPiecesOfVector>(team.first_piece(), team.step(), p.cols);
@@ -243,8 +233,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
       [&](Acc v, int n) { return team.sum(v, n); });
   if constexpr (kForget) {
     if constexpr (sizeof(X) < sizeof(Acc)) {
-#pragma unroll
-      for (int k = 0; k < kPieces; ++k) hold(x[k]);
+      FUSED_UNROLL for (int k = 0; k < kPieces; ++k) hold(x[k]);
     }
     asm("" : "+r"(row));
   }

@@ -31,8 +31,7 @@ constexpr bool has_halves(DataType x, DataType weight, DataType y) {
 namespace forward {
 
 struct InRegisters : Launch {
-  // What is read and written once stays in L2 as other data does (evict_normal); else it is
-  // evict_first (L2Policy in device/vec.cuh).
+  // What is read and written once stays in L2 (evict_normal), else it is evict_first (L2Policy).
   bool stays_in_l2 = false;
 };
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of rows of any length, also of rows longer than the chip holds, on any chip. One kernel
-// takes the moments of fixed chunks of each row, a second one combines them, and the last one reads
-// the row again and computes y.
+// Forward of rows of any length, on any chip. One kernel takes the moments of fixed chunks of each
+// row, a second one combines them, and the last one reads the row again and computes y.
 #include "base/launch.cuh"
 #include "forward/stream.h"
 #include "norm/norm.cuh"
@@ -14,8 +13,7 @@ constexpr int kFinishVecs = 4;
 // Rows for which a block of the last kernel keeps the parameters of its columns.
 constexpr int kRowsPerBlock = 8;
 
-// The first kernel: the moments of a chunk. With a residual, x = input + residual is stored here
-// and read back by the last kernel.
+// The first kernel: the moments of a chunk. x = input + residual is stored for the last kernel.
 template <typename N, int kWidth>
 __global__ void __launch_bounds__(kForwardStreamThreads)
     layer_norm_forward_stream_sums_kernel(const Slices chunks, const ForwardParams p) {
@@ -91,8 +89,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   place.x.template load<Use::kReadOnly>(next, share);
   Vec<W, kWidth> weight[kFinishVecs], bias[kFinishVecs];
   const auto load_parameters = [&] {
-#pragma unroll
-    for (int k = 0; k < kFinishVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kFinishVecs; ++k) {
       const int col = share.template col<kWidth>(k);
       weight[k] = place.parameters.factor.template load<kWidth>(col);
       bias[k] = place.parameters.summand.template load<kWidth>(col);
@@ -102,16 +99,14 @@ __global__ void __launch_bounds__(kFinishThreads)
   for (int r = rows - 1; r >= 0; --r) {
     if constexpr (N::Affine::kModulates) load_parameters();
     Vec<X, kWidth> x[kFinishVecs];
-#pragma unroll
-    for (int k = 0; k < kFinishVecs; ++k) x[k] = next[k];
+    FUSED_UNROLL for (int k = 0; k < kFinishVecs; ++k) x[k] = next[k];
     Y* y = place.y;
     if (r > 0) {
       place = ForwardRow<N>(p, first_row + r - 1, first_col);
       place.x.template load<Use::kReadOnly>(next, share);
     }
     const Pair<Acc> total = totals[first_row + r];
-#pragma unroll
-    for (int k = 0; k < kFinishVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kFinishVecs; ++k) {
       const auto result = N::template finish<typename N::Epilogue, typename N::Affine>(
           p, x[k], total.first, total.second, weight[k], bias[k],
           [&](const void* given, Absent absent) {

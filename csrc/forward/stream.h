@@ -1,11 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// The strategy "stream", for rows of any length: the sums of chunks, their combination, then a
-// second read of the row.
+// The strategy "stream", for any length: sums of chunks, their combination, a second read.
 #pragma once
 
 #include "forward/row.h"
 
 namespace fused_layernorm {
+
+constexpr int kForwardStreamThreads = 512;
+constexpr int forward_stream_vecs(int width) { return width == 1 ? 16 : 8; }
+constexpr int forward_stream_cols(int width) {
+  return kForwardStreamThreads * forward_stream_vecs(width) * width;
+}
+// A launch has at most one block for each chunk of each row. Chunks have 4,096 columns and more:
+// blocks would be too many only from 2^43 elements on, more than any device holds.
+static_assert(forward_stream_cols(1) >= 4096 && forward_stream_cols(2) >= 4096,
+              "a launch has enough blocks for all chunks of all rows that a device holds");
+
 namespace forward {
 
 struct Stream : Launch {
@@ -21,23 +31,6 @@ struct Stream : Launch {
   }
 };
 
-}  // namespace forward
-
-ForwardLaunch<forward::Stream> launch_layer_norm_forward;
-
-constexpr int kForwardStreamThreads = 512;
-constexpr int forward_stream_vecs(int width) { return width == 1 ? 16 : 8; }
-constexpr int forward_stream_cols(int width) {
-  return kForwardStreamThreads * forward_stream_vecs(width) * width;
-}
-// A stream kernel has at most one block for each chunk of each row. Chunks have 4,096 columns and
-// more, so a launch would have too many blocks only from 2^43 elements on, more than any device
-// holds.
-static_assert(forward_stream_cols(1) >= 4096 && forward_stream_cols(2) >= 4096,
-              "a launch has enough blocks for all chunks of all rows that a device holds");
-
-namespace forward {
-
 inline std::optional<Stream> Stream::make(const Problem& problem, const Device&,
                                           const Forced& forced) {
   if (!forced.allows(kName, {})) return std::nullopt;
@@ -52,5 +45,9 @@ inline std::optional<Stream> Stream::make(const Problem& problem, const Device&,
   plan.workspace_bytes = plan.totals_offset + problem.rows * moments;
   return plan;
 }
+
 }  // namespace forward
+
+ForwardLaunch<forward::Stream> launch_layer_norm_forward;
+
 }  // namespace fused_layernorm

@@ -18,8 +18,7 @@ enum class Choice {
 
 // ---- Logical warps
 
-// Threads of a block (4194304 x 64 float32: 522 us, with 256 threads 533; 128 x 1024 bfloat16: 2.6
-// and 2.8).
+// Threads of a block (4194304 x 64 float32: 522 us, by 256 533; 128 x 1024 bfloat16 2.6, 2.8).
 constexpr int kForwardWarpThreads = 128;
 // Beside a residual, rows of four half-precision vectors a lane are faster in a block, even in a
 // block of one warp (by a logical warp and by a block, bfloat16: 32768 x 1024 67.4 us, 66.4; but
@@ -94,8 +93,7 @@ constexpr BlockBounds forward_block_bounds(int vecs, ForwardLoad load, bool narr
 constexpr BlockBounds kEarlyForwardBounds = {512, 1};
 constexpr int kMostEarlyVecs = 5;
 
-// The vectors of a row that a thread owns, by the vectors of the row: the best first, of which the
-// last may have no kernel.
+// The vectors of a row that a thread owns: the best first, of which the last may have no kernel.
 struct ThreadVecs {
   Choice choice;
   int vecs[3];  // kFewestPlaces takes the first among equals
@@ -105,8 +103,7 @@ constexpr Exception<ThreadVecs> kBareBlocks[] = {
     {1, 639, {Choice::kFewestPlaces, {4, 5, 3}}},
     {640, 1472, {Choice::kFirst, {5, 4, 8}}},  // 11264 x 11264 148.6, 124.1, 126.0
 };
-// With an epilogue and no residual. The times are those of four, five and eight vectors a thread,
-// bfloat16 with GELU.
+// With an epilogue and no residual: times of four, five and eight vectors, bfloat16 with GELU.
 constexpr Exception<ThreadVecs> kEpilogueBlocks[] = {
     {1, 639, {Choice::kFewestPlaces, {4, 5, 3}}},
     {640, 704, {Choice::kFirst, {5, 4, 8}}},    // 32768 x 5120 175.4, 170.4, none of eight

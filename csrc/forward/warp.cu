@@ -18,31 +18,28 @@ struct LogicalWarp : ForwardTeam {
   static constexpr bool kChoosesL2 = kIsBareOfOneType<N> && kVecs <= 2;
   const int lanes, lane;
 
-  __device__ __forceinline__ LogicalWarp(int all_lanes, int own) : lanes(all_lanes), lane(own) {}
-  __device__ __forceinline__ int first_piece() const { return lane; }
-  __device__ __forceinline__ int step() const { return lanes; }
+  FUSED_DEVICE LogicalWarp(int all_lanes, int own) : lanes(all_lanes), lane(own) {}
+  FUSED_DEVICE int first_piece() const { return lane; }
+  FUSED_DEVICE int step() const { return lanes; }
   // In bare rows of one type each vector is summed up by itself; elsewhere all vectors column by
   // column, which is faster there (by vectors and by columns, 32768 x 768 bfloat16 with float32
   // weight 26.94 us, 26.30; 32 x 1024 x 1024 float16 with a modulation 38.1, 36.9).
   template <typename N, int kPieces, int kPiecesOfVector>
   static constexpr int kColumnSumGroup = kIsBareOfOneType<N> ? kPiecesOfVector : kPieces;
   template <typename Acc>
-  __device__ __forceinline__ Acc sum(Acc v, int) const {
+  FUSED_DEVICE Acc sum(Acc v, int) const {
     return logical_warp_sum(v, lanes);
   }
 
-  // The first lane has the row's first elements, and the other lanes can get the pivot by a
-  // shuffle. But a shuffle waits for the row, and all later loads wait for the shuffle. So in half
-  // precision without a residual each lane loads the first element itself (bfloat16, 32768 x 512:
-  // 18.9 us with a shuffle, 18.3 with a load). Elsewhere the shuffle is faster (4194304 x 64
-  // float32: 516 us, with a load 521; 32768 x 1024 with a residual: 67.4, with a load 69.2; 1000003
-  // x 37 float32: 170, with loads of both elements 176). Where a row has one element, the registers
-  // behind it hold zeros.
+  // The first lane has the row's first elements, and others can get the pivot by a shuffle. But it
+  // waits for the row, and all later loads wait for it. So in half precision without a residual
+  // each lane loads the first element itself (32768 x 512 bfloat16 18.9 us by a shuffle, 18.3).
+  // Elsewhere the shuffle is faster (float32 4194304 x 64 516, by a load 521; 1000003 x 37 170,
+  // 176; 32768 x 1024 with a residual 67.4, 69.2). Behind a row of one element lie zeros.
   template <typename N, int kVecs, bool kRagged>
   static constexpr bool kPivotFirst = kRagged && sizeof(typename N::X) == 2;
-  template <typename N, typename Row, int kWidth>
-  __device__ __forceinline__ auto pivot(const Row& row,
-                                        const Vec<typename N::X, kWidth>& first) const {
+  template <typename N, int kWidth>
+  FUSED_DEVICE auto pivot(const auto& row, const Vec<typename N::X, kWidth>& first) const {
     using X = typename N::X;
     using Acc = typename N::Acc;
     if constexpr (sizeof(X) == 2 && !N::Prologue::kMayStore) {
@@ -61,20 +58,18 @@ struct LogicalWarp : ForwardTeam {
     Words begin;         // the first words of the row, in its first lane
     Words of_neighbour;  // the last words of the lane before; in the first lane, of the last lane
 
-    __device__ __forceinline__ explicit Boundaries(const LogicalWarp& warp) : team(warp) {}
+    FUSED_DEVICE explicit Boundaries(const LogicalWarp& warp) : team(warp) {}
     // The words of the vector before this lane's k-th vector, whose words are `own`.
-    __device__ __forceinline__ Words before(int k, const Words& own) {
+    FUSED_DEVICE Words before(int k, const Words& own) {
       Words words = of_neighbour;
       if (k == 0) begin = own;
       of_neighbour = shuffle(own, team.lane - 1, team.lanes);
       if (team.lane > 0) words = of_neighbour;
       return words;
     }
-    __device__ __forceinline__ bool is_at(int k) const { return k == 0 && team.lane == 0; }
-    // Calls store(v, low, high) for each boundary, with the words before vector v and its first
-    // words.
-    template <typename Store>
-    __device__ __forceinline__ void close(const Store& store) const {
+    FUSED_DEVICE bool is_at(int k) const { return k == 0 && team.lane == 0; }
+    // Calls store(v, words before vector v, its first words) for each boundary.
+    FUSED_DEVICE void close(const auto& store) const {
       if (team.lane > 0) return;
       store(0, of_neighbour, begin);
       store(kPieces * team.lanes, of_neighbour, begin);

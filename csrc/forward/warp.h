@@ -5,6 +5,19 @@
 #include "forward/row.h"
 
 namespace fused_layernorm {
+
+using ForwardWarpVecs = VecsList<1, 2, 3, 4>;
+static_assert(contains(ForwardWarpVecs{}, most_forward_warp_vecs(2, true)) &&
+                  contains(ForwardWarpVecs{}, most_forward_warp_vecs(4, false)),
+              "a lane owns no more vectors than there are kernels for");
+static_assert(kForwardWarpThreads % kWarpThreads == 0,
+              "every lane of a logical warp takes part in its shuffles");
+// The lanes of a logical warp in which each lane has one vector of an aligned row of 64 columns are
+// a template constant (kLanes); 0 stands for kernels that take them as an argument.
+constexpr int one_vector_lanes(int x_size) { return 64 / vector_width(x_size); }
+template <int kXSize>
+using OneVectorLanes = VecsList<0, one_vector_lanes(kXSize)>;
+
 namespace forward {
 
 struct Warp : InRegisters {
@@ -20,26 +33,6 @@ struct Warp : InRegisters {
     json.add("stays_in_l2", stays_in_l2).add("vecs", vecs).add("lanes", lanes).add("moves", moves);
   }
 };
-
-}  // namespace forward
-
-ForwardLaunch<forward::Warp> launch_layer_norm_forward;
-
-// ---- Limits.
-
-using ForwardWarpVecs = VecsList<1, 2, 3, 4>;
-static_assert(contains(ForwardWarpVecs{}, most_forward_warp_vecs(2, true)) &&
-                  contains(ForwardWarpVecs{}, most_forward_warp_vecs(4, false)),
-              "a lane owns no more vectors than there are kernels for");
-static_assert(kForwardWarpThreads % kWarpThreads == 0,
-              "every lane of a logical warp takes part in its shuffles");
-// The lanes of a logical warp in which each lane has one vector of an aligned row of 64 columns are
-// a template constant (kLanes); 0 stands for kernels that take them as an argument.
-constexpr int one_vector_lanes(int x_size) { return 64 / vector_width(x_size); }
-template <int kXSize>
-using OneVectorLanes = VecsList<0, one_vector_lanes(kXSize)>;
-
-namespace forward {
 
 inline const LaneVecs& lane_vecs(const Problem& problem, const Device& device, int64_t vectors) {
   const ForwardTuning& tuning = tuning_of(device);
@@ -89,5 +82,9 @@ inline std::optional<Warp> Warp::make(const Problem& problem, const Device& devi
   plan.blocks = ceil_div(problem.rows, kForwardWarpThreads / plan.lanes);
   return plan;
 }
+
 }  // namespace forward
+
+ForwardLaunch<forward::Warp> launch_layer_norm_forward;
+
 }  // namespace fused_layernorm

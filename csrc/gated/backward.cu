@@ -20,24 +20,20 @@ namespace {
 
 // The partial sums of a block's columns.
 template <typename Acc>
-__device__ __forceinline__ Acc* partial_of(const GatedParams& p, const GatedBlock& block) {
+FUSED_DEVICE Acc* partial_of(const GatedParams& p, const GatedBlock& block) {
   return static_cast<Acc*>(p.workspace) + dense_at(p, block.set, block.first_col(p));
 }
 
-// Adds up what the logical warps of a block have at each column, in a fixed order, and calls
-// write(column, sum).
-template <int kVecs, int kWidth, typename Write>
-__device__ __forceinline__ void write_sum_of_teams(float (&sums)[kVecs][kWidth],
-                                                   const Share<kVecs>& share, const GatedTeam& team,
-                                                   int cols, const Write& write) {
+// Adds up what logical warps have at each column, in order, and calls write(column, sum).
+template <int kVecs, int kWidth>
+FUSED_DEVICE void write_sum_of_teams(float (&sums)[kVecs][kWidth], const Share<kVecs>& share,
+                                     const GatedTeam& team, int cols, const auto& write) {
   extern __shared__ __align__(16) unsigned char shared[];
   float* const of_warps = reinterpret_cast<float*>(shared);
   __syncthreads();  // other warps had their rows ahead there
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     for (int offset = team.threads; offset < kWarpSize; offset *= 2) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) sums[k][j] += shuffle_xor(sums[k][j], offset);
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) sums[k][j] += shuffle_xor(sums[k][j], offset);
     }
     if (threadIdx.x % kWarpSize < team.threads && share.has(k)) {
       store(of_warps + threadIdx.x / kWarpSize * cols + share.vector(k) * kWidth,
@@ -52,37 +48,34 @@ __device__ __forceinline__ void write_sum_of_teams(float (&sums)[kVecs][kWidth],
   }
 }
 
-// The vectors of x, gate and dy that a thread has of the rows ahead of it, in shared memory. It
-// copies them there itself and nobody else reads them, so no barrier is needed. These copies are of
-// the same proxy as its loads and ordered behind those that stand in front of them (PTX ISA,
-// "Program Order: Asynchronous Operations").
+// The vectors of x, gate and dy that a thread has of the rows ahead of it, in shared memory. Nobody
+// else reads them, so there is no barrier: the thread's copies are of its loads' proxy and ordered
+// behind earlier ones (PTX ISA, "Program Order: Asynchronous Operations").
 template <typename X, int kVecs>
 struct RowsAhead {
   using V = Vec<X, vector_width(sizeof(X))>;
   static constexpr int kVectors = kGatedTensors * kVecs;
   V* own;
 
-  __device__ __forceinline__ explicit RowsAhead(void* shared)
+  FUSED_DEVICE explicit RowsAhead(void* shared)
       : own(static_cast<V*>(shared) + threadIdx.x / kWarpSize * kWarpSize * kVectors +
             threadIdx.x % kWarpSize) {}
-  __device__ __forceinline__ V* at(int stage, int tensor, int k) const {
+  FUSED_DEVICE V* at(int stage, int tensor, int k) const {
     return own + stage * (blockDim.x * kVectors) + (tensor * kVecs + k) * kWarpSize;
   }
 };
 
-// x, the gate and xhat at one vector of columns of a row. They are computed for the sums over the
-// row, and again for dx.
+// x, the gate and xhat at a vector of a row: computed for the sums, and again for dx.
 template <bool kGateFirst, typename X, int kWidth>
 struct GatedVector {
   float x[kWidth], value[kWidth], slope[kWidth], xhat[kWidth];
 
-  __device__ __forceinline__ GatedVector(const GatedParams& p, Vec<X, kWidth> its_x,
-                                         Vec<X, kWidth> gate, float rstd) {
+  FUSED_DEVICE GatedVector(const GatedParams& p, Vec<X, kWidth> its_x, Vec<X, kWidth> gate,
+                           float rstd) {
     float gates[kWidth];
     unpack(x, its_x);
     unpack(gates, gate);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       const Gating<X, float> gating(gates[j], p.silu);
       value[j] = gating.value;
       slope[j] = gating.slope;
@@ -118,18 +111,15 @@ __global__ void __launch_bounds__(kGatedBackwardBlockThreads,
       const X* const from[] = {static_cast<const X*>(p.x) + (p.x_rows(row) + first_col),
                                static_cast<const X*>(p.gate) + (p.gate_rows(row) + first_col),
                                static_cast<const X*>(p.dy) + (p.dy_rows(row) + first_col)};
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
+      FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
         if (!share.has(k)) continue;
-#pragma unroll
-        for (int t = 0; t < kGatedTensors; ++t) {
+        FUSED_UNROLL for (int t = 0; t < kGatedTensors; ++t) {
           copy_async<kVectorBytes>(ahead.at(stage, t, k),
                                    element(from[t], share.vector(k) * kWidth));
         }
       }
     } else {
-#pragma unroll
-      for (int i = 0; i < ahead.kVectors; ++i) *ahead.at(stage, 0, i) = {};
+      FUSED_UNROLL for (int i = 0; i < ahead.kVectors; ++i) * ahead.at(stage, 0, i) = {};
     }
     end_group_of_copies();
   };
@@ -141,8 +131,7 @@ __global__ void __launch_bounds__(kGatedBackwardBlockThreads,
   float next_rstd = kKeepsWeight ? rstd_at(first) : 0.0f;
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       for (int t = 0; t < kGatedTensors && !share.has(k); ++t) *ahead.at(stage, t, k) = {};
     }
     fill(stage, first + stage * step);
@@ -164,8 +153,7 @@ __global__ void __launch_bounds__(kGatedBackwardBlockThreads,
     stages > 1 ? wait_for_groups<kGatedStages - 1>() : wait_for_groups<0>();
 
     float g[kVecs][kWidth], sum = 0;
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       if (!kKeepsWeight) load_weight<X>(weight, p, first_col + share.template col<kWidth>(k));
       const GatedVector<kGateFirst, X, kWidth> of(p, *ahead.at(stage, 0, k), *ahead.at(stage, 1, k),
                                                   rstd);
@@ -174,15 +162,13 @@ __global__ void __launch_bounds__(kGatedBackwardBlockThreads,
       if constexpr (!kGateFirst) {
         float dgate[kWidth];
         const int col = share.template col<kWidth>(k);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
+        FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
           dgate[j] = dy[j] * (of.xhat[j] * weight[j]) * of.slope[j];
         }
         store_once_if(has_row && share.has(k) && p.dgate != nullptr, element(dgate_row, col),
                       round_to<X, kWidth>(dgate));
       }
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
         const float dz = kGateFirst ? dy[j] : dy[j] * of.value[j];
         dweight[k][j] += dz * of.xhat[j];
         g[k][j] = rounded_product(dz, weight[j]);
@@ -193,13 +179,11 @@ __global__ void __launch_bounds__(kGatedBackwardBlockThreads,
     next_rstd = rstd_at(base + step);
     if (needs_mean) {
       const float mean = team.sum(sum, scratch[turn]) * inverse_cols;
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
+      FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
         const GatedVector<kGateFirst, X, kWidth> of(p, *ahead.at(stage, 0, k),
                                                     *ahead.at(stage, 1, k), rstd);
         float dx[kWidth], dgate[kWidth];
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
+        FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
           const float du = rstd * (g[k][j] - of.xhat[j] * mean);
           dx[j] = kGateFirst ? du * of.value[j] : du;
           dgate[j] = du * of.x[j] * of.slope[j];
@@ -230,8 +214,7 @@ __global__ void __launch_bounds__(kGatedBackwardBlockThreads,
     });
     return;
   }
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     if (share.has(k)) store(partial + share.vector(k) * kWidth, round_to<float>(dweight[k]));
   }
 }

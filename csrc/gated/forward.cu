@@ -7,7 +7,7 @@ namespace {
 
 // Rounds to a type of half precision: to X if x has it, else to either one beside float32.
 template <typename X, int kWidth, typename Acc>
-__device__ __forceinline__ void round_as(Acc (&values)[kWidth], XhatRounding rounding) {
+FUSED_DEVICE void round_as(Acc (&values)[kWidth], XhatRounding rounding) {
   if (rounding == XhatRounding::kNone) return;
   if constexpr (sizeof(X) == 2) {
     unpack(values, round_to<X>(values));
@@ -22,8 +22,8 @@ __device__ __forceinline__ void round_as(Acc (&values)[kWidth], XhatRounding rou
 
 // Stores y: of x's type, of float32 beside half precision, or of half precision beside float32.
 template <typename X, int kWidth, typename Acc, typename Policy>
-__device__ __forceinline__ void store_y(const GatedParams& p, int64_t at,
-                                        const Acc (&values)[kWidth], Policy policy) {
+FUSED_DEVICE void store_y(const GatedParams& p, int64_t at, const Acc (&values)[kWidth],
+                          Policy policy) {
   const auto store_as = [&](auto type) {
     using Y = decltype(type);
     store_once<Y, kWidth>(static_cast<Y*>(p.y) + at, round_to<Y>(values), policy);
@@ -41,18 +41,17 @@ __device__ __forceinline__ void store_y(const GatedParams& p, int64_t at,
   }
 }
 
-// values *= activation(gate). Where x and y are both of half precision the activation is of the
-// coarse grade, and which one it is, is asked outside the loop: an element has time for few
-// instructions.
+// values *= activation(gate). Where x and y are of half precision it is of the coarse grade, and
+// asked for outside the loop: an element has time for few instructions.
 template <typename X, int kWidth, typename Acc>
-__device__ __forceinline__ void apply_gate(const GatedParams& p, Acc (&values)[kWidth],
-                                           const Vec<X, kWidth>& gate) {
+FUSED_DEVICE void apply_gate(const GatedParams& p, Acc (&values)[kWidth],
+                             const Vec<X, kWidth>& gate) {
   Acc gates[kWidth];
   unpack(gates, gate);
   const auto apply = [&](auto grade, bool silu) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j)
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       values[j] *= Gating<decltype(grade), Acc>(gates[j], silu).value;
+    }
   };
   if (sizeof(X) > 2 || p.y_type != kTypeOf<X>) {
     apply(Acc{}, p.silu);
@@ -65,8 +64,8 @@ __device__ __forceinline__ void apply_gate(const GatedParams& p, Acc (&values)[k
 
 // What is normalized: x, or with the gate in front x * activation(gate).
 template <bool kGateFirst, typename X, int kWidth, typename Acc>
-__device__ __forceinline__ void normalized_of(const GatedParams& p, Acc (&values)[kWidth],
-                                              const Vec<X, kWidth>& x, const Vec<X, kWidth>& gate) {
+FUSED_DEVICE void normalized_of(const GatedParams& p, Acc (&values)[kWidth],
+                                const Vec<X, kWidth>& x, const Vec<X, kWidth>& gate) {
   unpack(values, x);
   if constexpr (kGateFirst) apply_gate(p, values, gate);
 }
@@ -74,12 +73,10 @@ __device__ __forceinline__ void normalized_of(const GatedParams& p, Acc (&values
 // The products of elements of half precision, two by an instruction. Each is exact in float32 (if
 // it is not subnormal), so that it is rounded here as it would be there.
 template <typename X, int kWidth>
-__device__ __forceinline__ Vec<X, kWidth> product(const Vec<X, kWidth>& a,
-                                                  const Vec<X, kWidth>& b) {
+FUSED_DEVICE Vec<X, kWidth> product(const Vec<X, kWidth>& a, const Vec<X, kWidth>& b) {
   using Pair = std::conditional_t<std::is_same_v<X, __half>, __half2, __nv_bfloat162>;
   Vec<X, kWidth> v;
-#pragma unroll
-  for (int j = 0; j < kWidth; j += 2) {
+  FUSED_UNROLL for (int j = 0; j < kWidth; j += 2) {
     *reinterpret_cast<Pair*>(v.at + j) = __hmul2_rn(*reinterpret_cast<const Pair*>(a.at + j),
                                                     *reinterpret_cast<const Pair*>(b.at + j));
   }
@@ -88,24 +85,22 @@ __device__ __forceinline__ Vec<X, kWidth> product(const Vec<X, kWidth>& a,
 
 // xhat, which `values` hold, * (weight + weight_offset) + bias, at the columns from `col` on.
 template <typename X, int kWidth, typename Acc>
-__device__ __forceinline__ void apply_affine(const GatedParams& p, Acc (&values)[kWidth],
-                                             const Acc (&weight)[kWidth], int col) {
+FUSED_DEVICE void apply_affine(const GatedParams& p, Acc (&values)[kWidth],
+                               const Acc (&weight)[kWidth], int col) {
   round_as<X>(values, p.xhat_rounding);
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) values[j] *= weight[j];
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] *= weight[j];
   if (p.bias != nullptr) {
     Acc bias[kWidth];
     load_gated<X>(bias, p.bias, col, p.weight_is_float, Acc(0));
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] += bias[j];
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] += bias[j];
   }
   round_as<X>(values, p.affine_rounding);
 }
 
 // The same with a loaded weight.
 template <typename X, int kWidth>
-__device__ __forceinline__ void apply_affine(const GatedParams& p, float (&values)[kWidth],
-                                             const WeightVector<X>& loaded, int col) {
+FUSED_DEVICE void apply_affine(const GatedParams& p, float (&values)[kWidth],
+                               const WeightVector<X>& loaded, int col) {
   if constexpr (sizeof(X) == 2) {
     if (p.is_one_type) return unpack(values, product(round_to<X>(values), loaded.vector()));
   }
@@ -115,7 +110,7 @@ __device__ __forceinline__ void apply_affine(const GatedParams& p, float (&value
 }
 
 template <typename Acc>
-__device__ __forceinline__ Acc rstd_of(const GatedParams& p, Acc squares) {
+FUSED_DEVICE Acc rstd_of(const GatedParams& p, Acc squares) {
   return MeanAndVariance::rstd(squares, p.inverse_cols.as<Acc>(), p.eps.as<Acc>());
 }
 
@@ -144,8 +139,7 @@ __global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : k
       return EvictFirst{};
   }();
   Vec<X, kWidth> x[kVecs] = {}, gate[kVecs] = {};
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     const int col = share.vector(k) * kWidth;
     if (!share.has(k)) continue;
     x[k] = load<Use::kOnce, kWidth>(element(x_row, col), policy);
@@ -157,19 +151,16 @@ __global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : k
   const auto weight_at = [&](int k) {
     return WeightVector<X>(p, first_col, share.template col<kWidth>(k));
   };
-#pragma unroll
-  for (int k = 0; kEarly && k < kVecs; ++k) weights[k] = weight_at(k);
+  FUSED_UNROLL for (int k = 0; kEarly && k < kVecs; ++k) weights[k] = weight_at(k);
   // With the gate in front, what is normalized takes as many registers as x and gate.
   constexpr int kKept = kGateFirst ? kVecs : 1;
   float kept[kKept][kWidth];
   float squares = 0;
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     float (&values)[kWidth] = kept[kGateFirst ? k : 0];
     normalized_of<kGateFirst>(p, values, x[k], gate[k]);
     float square[kWidth];
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) square[j] = values[j] * values[j];
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) square[j] = values[j] * values[j];
     squares += tree_sum(square);
   }
   const float rstd = rstd_of(p, team.sum(squares, scratch));
@@ -178,18 +169,15 @@ __global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : k
     static_cast<float*>(p.rstd)[int64_t{row} * p.groups + block.group] = rstd;
   }
   const int64_t at = dense_at(p, row, first_col);
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     if (!share.has(k)) continue;
     const int col = share.vector(k) * kWidth;
     float values[kWidth];
     if constexpr (kGateFirst) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[j] = kept[k][j] * rstd;
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] = kept[k][j] * rstd;
     } else {
       unpack(values, x[k]);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[j] *= rstd;
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] *= rstd;
     }
     if (!kEarly) weights[0] = weight_at(k);
     apply_affine(p, values, weights[kEarly ? k : 0], first_col + col);

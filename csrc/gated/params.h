@@ -13,8 +13,8 @@ namespace fused_layernorm {
 constexpr Activation kSigmoid{6};
 
 // Norm first: y = (norm(x) * weight + bias) * activation(gate). Gate first: y = norm(x *
-// activation(gate)) * weight + bias. All columns of a row of x, gate or dy are contiguous; y, dx
-// and dgate are contiguous altogether.
+// activation(gate)) * weight + bias. Rows of x, gate or dy are contiguous each; y, dx, dgate
+// altogether.
 struct GatedParams {
   const void* x = nullptr;
   const void* gate = nullptr;    // of x's type

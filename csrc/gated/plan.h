@@ -57,8 +57,7 @@ constexpr int kGatedWarpThreads = 128, kGatedBlockThreads = 1024;
 // gate first, 8, 12 and 16 blocks: 32 x 128 1.44, 1.50, 1.58 us; 524288 x 128 142, 136, 137.)
 constexpr int kGatedWarpBlocks = 12;
 // The same of backward, and the threads that a multiprocessor has registers for there. (H100, of
-// copy speed: 524288 x 128 bfloat16 .944, with 128 threads of two vectors .882; 131072 x 1024 .895,
-// with 128 threads .853.)
+// copy speed, with 128 threads: 524288 x 128 bfloat16 .944, .882; 131072 x 1024 .895, .853.)
 constexpr int kGatedBackwardWarpThreads = 256, kGatedBackwardBlockThreads = 512;
 constexpr int gated_backward_room(int vecs) { return vecs > 1 ? 512 : 1024; }
 

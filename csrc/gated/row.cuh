@@ -17,7 +17,7 @@ template <typename Y, typename Acc>
 struct Gating {
   Acc value, slope;
 
-  __device__ __forceinline__ Gating(Acc gate, bool silu) {
+  FUSED_DEVICE Gating(Acc gate, bool silu) {
     const Logistic<Acc> s = logistic<Y>(gate);
     // The logistic function is not NaN for NaN, but its product with it is.
     const Acc factor = silu || gate != gate ? gate : Acc(1);
@@ -31,7 +31,7 @@ struct GatedTeam {
   int threads, thread, index, teams;  // index: of the team in its block, which has so many
   bool is_block;
 
-  __device__ __forceinline__ explicit GatedTeam(int log2_lanes)
+  FUSED_DEVICE explicit GatedTeam(int log2_lanes)
       : threads(log2_lanes == kBlockTeam ? blockDim.x : 1 << log2_lanes),
         thread(threadIdx.x & ((1 << log2_lanes) - 1)),
         index(threadIdx.x >> log2_lanes),
@@ -40,18 +40,17 @@ struct GatedTeam {
 
   // `scratch` is free again behind another barrier of the block.
   template <typename Acc>
-  __device__ __forceinline__ Acc sum(Acc v, Acc* scratch) const {
+  FUSED_DEVICE Acc sum(Acc v, Acc* scratch) const {
     return is_block ? team_sum(v, BlockTeam(), scratch) : logical_warp_sum(v, threads);
   }
 };
 
-// The group of columns of a block, the number of the block among those of this group, and how many
-// there are.
+// A block's group of columns, its number among the blocks of this group, and how many they are.
 struct GatedBlock {
   int group;
   unsigned set, sets;
 
-  __device__ __forceinline__ explicit GatedBlock(const GatedParams& p)
+  FUSED_DEVICE explicit GatedBlock(const GatedParams& p)
       : group(0), set(blockIdx.x), sets(gridDim.x) {
     if (p.groups > 1) {  // divisions take time that few rows do not have
       group = blockIdx.x % p.groups;
@@ -60,20 +59,19 @@ struct GatedBlock {
     }
   }
   // The first column.
-  __device__ __forceinline__ int first_col(const GatedParams& p) const { return group * p.cols; }
+  FUSED_DEVICE int first_col(const GatedParams& p) const { return group * p.cols; }
 };
 
 // Where a group begins in a tensor that has rows of all groups side by side.
-__device__ __forceinline__ int64_t dense_at(const GatedParams& p, unsigned row, int first_col) {
+FUSED_DEVICE int64_t dense_at(const GatedParams& p, unsigned row, int first_col) {
   return int64_t{row} * static_cast<uint32_t>(p.groups * p.cols) + first_col;
 }
 
 // weight or bias at columns, `absent` without it.
 template <typename X, int kWidth, typename Acc>
-__device__ __forceinline__ void load_gated(Acc (&values)[kWidth], const void* from, int col,
-                                           bool is_float, Acc absent) {
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) values[j] = absent;
+FUSED_DEVICE void load_gated(Acc (&values)[kWidth], const void* from, int col, bool is_float,
+                             Acc absent) {
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] = absent;
   if (from == nullptr) return;
   if constexpr (sizeof(X) == 2) {
     if (is_float) {
@@ -86,15 +84,13 @@ __device__ __forceinline__ void load_gated(Acc (&values)[kWidth], const void* fr
 
 // weight + weight_offset.
 template <typename X, int kWidth, typename Acc>
-__device__ __forceinline__ void load_weight(Acc (&values)[kWidth], const GatedParams& p, int col) {
+FUSED_DEVICE void load_weight(Acc (&values)[kWidth], const GatedParams& p, int col) {
   load_gated<X>(values, p.weight, col, p.weight_is_float, Acc(1));
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) values[j] += p.weight_offset.as<Acc>();
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] += p.weight_offset.as<Acc>();
 }
 
-// weight at the columns of a vector, in pieces of 16 bytes as it lies in memory. What they are is
-// asked apart from their load, and without a weight x is loaded in its place: no branch and no wait
-// stands between the loads of a row.
+// weight at the columns of a vector, in pieces of 16 bytes. Its type is asked apart from the load,
+// and x is loaded for a missing one: no branch and no wait stands between a row's loads.
 template <typename X>
 struct WeightVector {
   static constexpr int kWidth = vector_width(sizeof(X));
@@ -102,7 +98,7 @@ struct WeightVector {
 
   WeightVector() = default;
   // At column `col` of the group that begins at `first_col`.
-  __device__ __forceinline__ WeightVector(const GatedParams& p, int first_col, int col) {
+  FUSED_DEVICE WeightVector(const GatedParams& p, int first_col, int col) {
     const int size = is_wide(p) ? sizeof(float) : sizeof(X);
     const auto* const first =
         static_cast<const char*>(p.weight != nullptr ? p.weight : p.x) + int64_t{first_col} * size;
@@ -111,35 +107,31 @@ struct WeightVector {
     low = load<Use::kReadOnly, 4>(at);
     if (is_wide(p)) high = load<Use::kReadOnly, 4>(at + 4);
   }
-  static __device__ __forceinline__ bool is_wide(const GatedParams& p) {
+  static FUSED_DEVICE bool is_wide(const GatedParams& p) {
     return sizeof(X) == 2 && p.weight_is_float && p.weight != nullptr;
   }
   // As it lies in memory, of x's type.
-  __device__ __forceinline__ const Vec<X, kWidth>& vector() const {
+  FUSED_DEVICE const Vec<X, kWidth>& vector() const {
     return *reinterpret_cast<const Vec<X, kWidth>*>(low.at);
   }
   // weight + weight_offset.
-  __device__ __forceinline__ void unpack_to(float (&values)[kWidth], const GatedParams& p) const {
+  FUSED_DEVICE void unpack_to(float (&values)[kWidth], const GatedParams& p) const {
     if (is_wide(p)) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[j] = j < 4 ? low.at[j] : high.at[j % 4];
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] = j < 4 ? low.at[j] : high.at[j % 4];
     } else {
       unpack(values, vector());
     }
     if (p.weight == nullptr) {
-#pragma unroll
-      for (float& value : values) value = 1;
+      FUSED_UNROLL for (float& value : values) value = 1;
     }
     if (p.weight_offset.rounded == 0.0f) return;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] += p.weight_offset.rounded;
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] += p.weight_offset.rounded;
   }
 };
 
 // Calls held(X{}, gate_first, vecs) or looped(X{}, gate_first), as the plan says.
-template <typename Held, typename Looped>
 cudaError_t dispatch_gated(const GatedParams& params, DataType x, const GatedPlan& plan,
-                           const Held& held, const Looped& looped) {
+                           const auto& held, const auto& looped) {
   const auto with_type = [&](auto type) {
     return dispatch_bool(params.gate_first, [&](auto first) {
       if (!plan.held) return looped(type, first);

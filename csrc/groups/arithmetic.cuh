@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels over groups share: numbers of channels, where a group's parts and totals lie,
-// and how parts are combined.
+// What kernels over groups share: numbers of channels, and where parts and totals lie.
 #pragma once
 
 #include "device/pdl.cuh"
@@ -12,12 +11,12 @@ namespace fused_layernorm {
 
 // The sample that has a group. All samples together have fewer than 2^31 groups (make_group_plan),
 // and a division of 32 bits takes no call, around which a kernel would keep registers in memory.
-__device__ __forceinline__ uint32_t sample_of(const GroupParams& p, int64_t group) {
+FUSED_DEVICE uint32_t sample_of(const GroupParams& p, int64_t group) {
   return static_cast<uint32_t>(group) / static_cast<uint32_t>(p.groups);
 }
 
 template <typename Acc>
-__device__ __forceinline__ Acc number_at(const void* at, DataType type, int64_t index) {
+FUSED_DEVICE Acc number_at(const void* at, DataType type, int64_t index) {
   switch (type) {
     case DataType::kFloat32:
       return Acc(static_cast<const float*>(at)[index]);
@@ -31,14 +30,13 @@ __device__ __forceinline__ Acc number_at(const void* at, DataType type, int64_t 
   return Acc(0);
 }
 template <typename Acc>
-__device__ __forceinline__ Acc number_of(const ChannelNumbers& numbers, int64_t sample, int channel,
-                                         Acc absent) {
+FUSED_DEVICE Acc number_of(const ChannelNumbers& numbers, int64_t sample, int channel, Acc absent) {
   if (numbers.at == nullptr) return absent;
   return number_at<Acc>(numbers.at, numbers.type,
                         sample * numbers.sample_stride + channel * numbers.channel_stride);
 }
 template <typename Acc>
-__device__ __forceinline__ void store_number(const ChannelGradient& to, int64_t index, Acc value) {
+FUSED_DEVICE void store_number(const ChannelGradient& to, int64_t index, Acc value) {
   switch (to.type) {
     case DataType::kFloat32:
       static_cast<float*>(to.at)[index] = static_cast<float>(value);
@@ -61,7 +59,7 @@ struct ChannelMap {
   Acc factor = 1, offset = 0;
 
   ChannelMap() = default;
-  __device__ __forceinline__ ChannelMap(const GroupParams& p, int64_t sample, int channel) {
+  FUSED_DEVICE ChannelMap(const GroupParams& p, int64_t sample, int channel) {
     factor = number_of<Acc>(p.weight, sample, channel, Acc(1));
     offset = number_of<Acc>(p.bias, sample, channel, Acc(0));
     if (p.scale_by.at != nullptr) {
@@ -75,24 +73,24 @@ struct ChannelMap {
 
 // What kernels leave for later ones in the workspace.
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc>* pairs_at(const GroupParams& p, int64_t offset) {
+FUSED_DEVICE Pair<Acc>* pairs_at(const GroupParams& p, int64_t offset) {
   return reinterpret_cast<Pair<Acc>*>(static_cast<char*>(p.workspace) + offset);
 }
 
 // mean and rstd of a group, as forward leaves them.
 template <typename Acc>
-__device__ __forceinline__ void store_group(const GroupParams& p, int64_t group, Pair<Acc> total) {
+FUSED_DEVICE void store_group(const GroupParams& p, int64_t group, Pair<Acc> total) {
   if (p.mean != nullptr) static_cast<Acc*>(p.mean)[group] = total.first;
   if (p.rstd != nullptr) static_cast<Acc*>(p.rstd)[group] = total.second;
 }
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc> load_group(const GroupParams& p, int64_t group) {
+FUSED_DEVICE Pair<Acc> load_group(const GroupParams& p, int64_t group) {
   return {static_cast<const Acc*>(p.mean)[group], static_cast<const Acc*>(p.rstd)[group]};
 }
 
 // The two means over a group that dx needs, from its sums of g = factor dz and of g xhat.
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc> group_means(const GroupParams& p, Pair<Acc> sums) {
+FUSED_DEVICE Pair<Acc> group_means(const GroupParams& p, Pair<Acc> sums) {
   const Acc inverse = p.inverse_count.as<Acc>();
   return {sums.first * inverse, sums.second * inverse};
 }
@@ -111,8 +109,8 @@ constexpr int kActivationLoops = std::is_same_v<X, double> || kWidth == 1 ? 1
                                  : kUnits > 1                             ? 3
                                                                           : 4;
 // Calls body(CompiledFor<...>) for the launch's activation.
-template <int kLoops, typename Body>
-__device__ __forceinline__ void with_activation(const GroupParams& p, const Body& body) {
+template <int kLoops>
+FUSED_DEVICE void with_activation(const GroupParams& p, const auto& body) {
   if constexpr (kLoops > 1) {
     if (p.activation == Activation::kSilu) return body(CompiledFor<Compiled::kSilu>());
     if (!p.activates) return body(CompiledFor<Compiled::kNone>());
@@ -125,7 +123,7 @@ __device__ __forceinline__ void with_activation(const GroupParams& p, const Body
 
 // values = activation(values) * scale.
 template <typename Y, Compiled kActivation = Compiled::kAny, typename Acc, int kWidth>
-__device__ __forceinline__ void activate_if(const GroupParams& p, Acc (&values)[kWidth]) {
+FUSED_DEVICE void activate_if(const GroupParams& p, Acc (&values)[kWidth]) {
   if constexpr (kActivation == Compiled::kAny) {
     if (!p.activates) return;
     if (p.activation == Activation::kSilu) return activate_if<Y, Compiled::kSilu>(p, values);
@@ -133,8 +131,7 @@ __device__ __forceinline__ void activate_if(const GroupParams& p, Acc (&values)[
     return activate<Y>(values, p.activation, p.scale.as<Acc>());
   } else if constexpr (kActivation != Compiled::kNone) {
     const Acc scale = p.scale.as<Acc>();
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       if constexpr (kActivation == Compiled::kSilu) {
         values[j] = silu<Y>(values[j]) * scale;
       } else {
@@ -145,16 +142,14 @@ __device__ __forceinline__ void activate_if(const GroupParams& p, Acc (&values)[
 }
 // dy = dy * activation'(z). The scale, a factor of all gradients, is left to later.
 template <typename Y, Compiled kActivation = Compiled::kAny, typename Acc, int kWidth>
-__device__ __forceinline__ void undo_activation(const GroupParams& p, Acc (&dy)[kWidth],
-                                                const Acc (&z)[kWidth]) {
+FUSED_DEVICE void undo_activation(const GroupParams& p, Acc (&dy)[kWidth], const Acc (&z)[kWidth]) {
   if constexpr (kActivation == Compiled::kAny) {
     if (p.activation == Activation::kNone) return;
     if (p.activation == Activation::kSilu) return undo_activation<Y, Compiled::kSilu>(p, dy, z);
     if (p.activation == kLeakyRelu) return undo_activation<Y, Compiled::kLeakyRelu>(p, dy, z);
     activate_backward<Y>(dy, z, p.activation, Acc(1));
   } else if constexpr (kActivation != Compiled::kNone) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       if constexpr (kActivation == Compiled::kSilu) {
         dy[j] = silu_gradient<Y>(dy[j], z[j]);
       } else {
@@ -171,14 +166,13 @@ struct RunningMoments {
   int vectors = 0;
 
   template <typename X, int kWidth>
-  __device__ __forceinline__ void add(const Vec<X, kWidth>& vector) {
+  FUSED_DEVICE void add(const Vec<X, kWidth>& vector) {
     Acc values[kWidth];
     unpack(values, vector);
     if (vectors == 0) pivot = values[0];
     ++vectors;
     Pair<Acc> low, high;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       Pair<Acc>& chain = j % 2 == 0 ? low : high;
       const Acc d = values[j] - pivot;
       chain.first += d;
@@ -189,7 +183,7 @@ struct RunningMoments {
   }
   // The moments of these values. Without any, their sum of squares is zero.
   template <int kWidth>
-  __device__ __forceinline__ Moments<Acc> moments() const {
+  FUSED_DEVICE Moments<Acc> moments() const {
     const Acc shift = sum / Acc(max(vectors, 1) * kWidth);
     return {pivot + shift, square - sum * shift};
   }
@@ -198,9 +192,9 @@ struct RunningMoments {
 // The moments of `count` values from those of a block's threads (Chan, Golub and LeVeque, 1979).
 // `scratch` has kMaxWarps numbers twice.
 template <int kWidth, typename Acc>
-__device__ __forceinline__ Moments<Acc> moments_of_block(const RunningMoments<Acc>& own,
-                                                         const Reciprocal<Acc>& inverse,
-                                                         Acc (&scratch)[2][kMaxWarps]) {
+FUSED_DEVICE Moments<Acc> moments_of_block(const RunningMoments<Acc>& own,
+                                           const Reciprocal<Acc>& inverse,
+                                           Acc (&scratch)[2][kMaxWarps]) {
   const BlockTeam team;
   const Moments<Acc> part = own.template moments<kWidth>();
   const Acc count = own.vectors * kWidth;
@@ -214,52 +208,49 @@ __device__ __forceinline__ Moments<Acc> moments_of_block(const RunningMoments<Ac
   return {mean, team_sum(count > 0 ? part.m2 + count * delta * delta : Acc(0), team, scratch[1])};
 }
 
-// What a channel of a sample is in backward: with d = x - mean, z = d slope + offset.
+// A number that all elements of a vector share, or one of an array with one for each.
 template <typename Acc>
-struct ChannelSlope {
-  Acc slope, offset;
-
-  __device__ __forceinline__ ChannelSlope(const ChannelMap<Acc>& map, Acc rstd)
-      : slope(map.factor * rstd), offset(map.offset) {}
-  __device__ __forceinline__ ChannelSlope(Acc its_slope, Acc its_offset)
-      : slope(its_slope), offset(its_offset) {}
-  __device__ __forceinline__ Acc slope_at(int) const { return slope; }
-  __device__ __forceinline__ Acc offset_at(int) const { return offset; }
-};
-// The same for the elements of a vector, which may be of two channels.
+FUSED_DEVICE Acc of_element(const Acc& number, int) {
+  return number;
+}
 template <typename Acc, int kWidth>
-struct ChannelSlopes {
-  Acc slope[kWidth], offset[kWidth];
+FUSED_DEVICE Acc of_element(const Acc (&numbers)[kWidth], int j) {
+  return numbers[j];
+}
 
-  __device__ __forceinline__ Acc slope_at(int j) const { return slope[j]; }
-  __device__ __forceinline__ Acc offset_at(int j) const { return offset[j]; }
+// What a channel of a sample is in backward, or the channels of a vector's elements (with arrays):
+// with d = x - mean, z = d slope + offset.
+template <typename Numbers>
+struct ChannelSlope {
+  Numbers slope, offset;
 };
+template <typename Acc>
+FUSED_DEVICE ChannelSlope<Acc> slope_of(const ChannelMap<Acc>& map, Acc rstd) {
+  return {map.factor * rstd, map.offset};
+}
 
 // d = x - mean, and dz, the gradient at the output of the affine map but for the factor `scale`.
 template <typename Acc, int kWidth>
 struct GroupGradients {
   Acc d[kWidth], dz[kWidth];
 
-  template <typename X, typename Y, typename Slopes,
-            typename Activation_ = CompiledFor<Compiled::kAny>>
-  __device__ __forceinline__ GroupGradients(const GroupParams& p, const Vec<X, kWidth>& x,
-                                            const Vec<Y, kWidth>& dy, Acc mean, const Slopes& of,
-                                            Activation_ = {}) {
+  template <typename X, typename Y, typename Activation_ = CompiledFor<Compiled::kAny>>
+  FUSED_DEVICE GroupGradients(const GroupParams& p, const Vec<X, kWidth>& x,
+                              const Vec<Y, kWidth>& dy, const auto& mean, const auto& of,
+                              Activation_ = {}) {
     unpack(d, x);
     unpack(dz, dy);
     Acc z[kWidth];
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      d[j] -= mean;
-      z[j] = d[j] * of.slope_at(j) + of.offset_at(j);
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+      d[j] -= of_element(mean, j);
+      z[j] = d[j] * of_element(of.slope, j) + of_element(of.offset, j);
     }
     undo_activation<Y, Activation_::value>(p, dz, z);
   }
   // The sums of dz and of dz d, but for the factor `scale`, over some elements.
-  __device__ __forceinline__ Pair<Acc> sums(int begin = 0, int end = kWidth) const {
+  FUSED_DEVICE Pair<Acc> sums(int begin = 0, int end = kWidth) const {
     Pair<Acc> low, high;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       Pair<Acc>& chain = j % 2 == 0 ? low : high;
       if (j < begin || j >= end) continue;
       chain.first += dz[j];
@@ -272,7 +263,7 @@ struct GroupGradients {
 
 // The sums of dz and of dz xhat, from those of dz and of dz d without the scale.
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc> scaled_sums(const GroupParams& p, Pair<Acc> sums, Acc rstd) {
+FUSED_DEVICE Pair<Acc> scaled_sums(const GroupParams& p, Pair<Acc> sums, Acc rstd) {
   const Acc scale = p.scale.as<Acc>();
   return {sums.first * scale, sums.second * (scale * rstd)};
 }
@@ -282,15 +273,14 @@ template <typename Acc>
 struct DxOfGroup {
   Acc scale, by_d, alone;
 
-  __device__ __forceinline__ DxOfGroup(const GroupParams& p, Pair<Acc> means, Acc rstd)
+  FUSED_DEVICE DxOfGroup(const GroupParams& p, Pair<Acc> means, Acc rstd)
       : scale(p.scale.as<Acc>()), by_d(-rstd * rstd * means.second), alone(-rstd * means.first) {}
-  template <typename X, int kWidth, typename Slopes>
-  __device__ __forceinline__ Vec<X, kWidth> dx(const GroupGradients<Acc, kWidth>& gradients,
-                                               const Slopes& of) const {
+  template <typename X, int kWidth>
+  FUSED_DEVICE Vec<X, kWidth> dx(const GroupGradients<Acc, kWidth>& gradients,
+                                 const auto& of) const {
     Acc values[kWidth];
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      const Acc by_dz = of.slope_at(j) * scale;
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+      const Acc by_dz = of_element(of.slope, j) * scale;
       values[j] = gradients.dz[j] * by_dz + (gradients.d[j] * by_d + alone);
     }
     return round_to<X>(values);
@@ -299,8 +289,8 @@ struct DxOfGroup {
 
 // dshift and dscale_by of a channel of a sample, from its sums of dz and of dz xhat.
 template <typename Acc>
-__device__ __forceinline__ void store_modulation(const GroupParams& p, int64_t sample, int channel,
-                                                 Pair<Acc> sum) {
+FUSED_DEVICE void store_modulation(const GroupParams& p, int64_t sample, int channel,
+                                   Pair<Acc> sum) {
   const int64_t at = sample * p.channels + channel;
   if (p.dshift.at != nullptr) store_number(p.dshift, at, sum.first);
   if (p.dscale_by.at != nullptr) {

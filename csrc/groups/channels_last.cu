@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups of channels_last: the channels of a position lie side by side, so a tile has all channels
-// of some positions, or one slice of them. A thread has a vector of channels at every `rows`-th
-// position of its tile.
+// Groups of channels_last: a tile has all channels of some positions, or one slice of them. A
+// thread has a vector of channels at every `rows`-th position of its tile.
 #include "groups/launches.h"
 #include "groups/parts.cuh"
 
@@ -19,8 +18,7 @@ struct LastThread {
   int step;                     // elements from one of its positions to the next
 
   // `number`: of all slices of tiles.
-  __device__ __forceinline__ LastThread(const GroupPlan& plan, const GroupParams& p, int width,
-                                        uint32_t number) {
+  FUSED_DEVICE LastThread(const GroupPlan& plan, const GroupParams& p, int width, uint32_t number) {
     const uint32_t all = number / plan.slices, of_samples = all / plan.tiles;
     slice = static_cast<int>(number - all * plan.slices);
     tile = static_cast<int>(all - of_samples * plan.tiles);
@@ -37,7 +35,7 @@ struct LastThread {
     step = plan.rows * p.channels;
   }
   // The positions of the threads in a row.
-  __device__ __forceinline__ int count_of(int its_row, const GroupPlan& plan) const {
+  FUSED_DEVICE int count_of(int its_row, const GroupPlan& plan) const {
     return (positions - its_row + plan.rows - 1) / plan.rows;
   }
 };
@@ -48,19 +46,15 @@ struct LastVectors {
   Vec<V, kWidth> at[kVecs], now[kVecs];
   const V* next;
 
-  __device__ __forceinline__ LastVectors(const void* from, const LastThread& thread)
+  FUSED_DEVICE LastVectors(const void* from, const LastThread& thread)
       : next(static_cast<const V*>(from) + thread.begin) {
     bring(thread, thread.count);
   }
   // Makes the vectors that have come the current ones.
-  __device__ __forceinline__ void take() {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) now[k] = at[k];
-  }
+  FUSED_DEVICE void take() { FUSED_UNROLL for (int k = 0; k < kVecs; ++k) now[k] = at[k]; }
   // Loads the next positions, of which `left` are left.
-  __device__ __forceinline__ void bring(const LastThread& thread, int left) {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+  FUSED_DEVICE void bring(const LastThread& thread, int left) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       if (k < left) at[k] = load<Use::kOnce, kWidth>(next);
       next += thread.step;
     }
@@ -68,16 +62,15 @@ struct LastVectors {
 };
 
 // Calls use(vectors in the place of each argument at one position) for all positions of a thread.
-template <int kVecs, typename Use_, typename First, typename... Rest>
-__device__ __forceinline__ void each_position(const LastThread& thread, const Use_& use,
-                                              First& first, Rest&... rest) {
+template <int kVecs, typename First, typename... Rest>
+FUSED_DEVICE void each_position(const LastThread& thread, const auto& use, First& first,
+                                Rest&... rest) {
   for (int left = thread.count; left > 0; left -= kVecs) {
     first.take();
     (rest.take(), ...);
     first.bring(thread, left - kVecs);
     (rest.bring(thread, left - kVecs), ...);
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       if (k < left) use(first.now[k], rest.now[k]...);
     }
   }
@@ -88,9 +81,7 @@ __device__ __forceinline__ void each_position(const LastThread& thread, const Us
 // with an empty range; the channels count from the slice's first one.
 constexpr int kGroupLanes = 8;
 
-template <typename Use_>
-__device__ __forceinline__ void each_group(const GroupParams& p, const LastThread& thread,
-                                           const Use_& use) {
+FUSED_DEVICE void each_group(const GroupParams& p, const LastThread& thread, const auto& use) {
   const int of_group = p.channels_of_group();
   const int first = thread.first_channel / of_group;
   const int groups = (thread.first_channel + thread.channels - 1) / of_group - first + 1;
@@ -103,16 +94,15 @@ __device__ __forceinline__ void each_group(const GroupParams& p, const LastThrea
   }
 }
 template <typename Value>
-__device__ __forceinline__ Value sum_of_group_lanes(Value v) {
-#pragma unroll
-  for (int offset = 1; offset < kGroupLanes; offset *= 2) v += shuffle_xor(v, offset);
+FUSED_DEVICE Value sum_of_group_lanes(Value v) {
+  FUSED_UNROLL for (int offset = 1; offset < kGroupLanes; offset *= 2) v += shuffle_xor(v, offset);
   return v;
 }
 
 // The part of a tile's slice for a group that it has.
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc>& group_part(const GroupPlan& plan, const GroupParams& p,
-                                                 const LastThread& thread, int group) {
+FUSED_DEVICE Pair<Acc>& group_part(const GroupPlan& plan, const GroupParams& p,
+                                   const LastThread& thread, int group) {
   const int64_t tile = (thread.sample * plan.tiles + thread.tile) * plan.slices + thread.slice;
   return pairs_at<Acc>(p, 0)[tile * plan.groups_of_slice + group];
 }
@@ -136,8 +126,7 @@ __global__ void __launch_bounds__(kLastThreads)
       [&](const auto& vector) {
         Acc v[kWidth];
         unpack(v, vector);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
+        FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
           const Acc d = v[j] - pivot[j];
           sum[j] += d;
           square[j] += d * d;
@@ -147,8 +136,7 @@ __global__ void __launch_bounds__(kLastThreads)
   const int columns = plan.columns * kWidth, rows = min(plan.rows, thread.positions);
   if (thread.count > 0) {
     const Acc inverse = Acc(1) / thread.count;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       parts[thread.row * columns + thread.column * kWidth + j] = {
           pivot[j] + sum[j] * inverse, square[j] - sum[j] * sum[j] * inverse};
     }
@@ -157,7 +145,7 @@ __global__ void __launch_bounds__(kLastThreads)
   each_group(p, thread, [&](int g, int begin, int end) {
     const int width = end - begin, all = width * rows;
     const double about = parts[min(begin, columns - 1)].first;
-    Pair<double> sums;  // as those of totals.cu
+    Pair<double> sums;  // as those of parts.cuh
     for (int i = threadIdx.x % kGroupLanes; i < all; i += kGroupLanes) {
       const int row = i / width;
       const Pair<Acc> part = parts[row * columns + begin + i - row * width];
@@ -179,10 +167,9 @@ struct ChannelTable {
   Acc* numbers;
   int columns;
 
-  __device__ __forceinline__ Acc* row(int n) const { return numbers + n * columns; }
+  FUSED_DEVICE Acc* row(int n) const { return numbers + n * columns; }
   template <int kWidth>
-  __device__ __forceinline__ void take(Acc (&values)[kWidth], int n,
-                                       const LastThread& thread) const {
+  FUSED_DEVICE void take(Acc (&values)[kWidth], int n, const LastThread& thread) const {
     if (thread.count > 0) {
       unpack(values, load<Use::kPlain, kWidth>(row(n) + thread.column * kWidth));
     }
@@ -193,8 +180,8 @@ struct ChannelTable {
 
 // The totals of the group of a channel of the slice.
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc> total_of(const GroupPlan& plan, const GroupParams& p,
-                                              const LastThread& thread, int c) {
+FUSED_DEVICE Pair<Acc> total_of(const GroupPlan& plan, const GroupParams& p,
+                                const LastThread& thread, int c) {
   const int group = (thread.first_channel + c) / p.channels_of_group();
   return pairs_at<Acc>(p, plan.totals_offset)[thread.sample * p.groups + group];
 }
@@ -231,8 +218,9 @@ __global__ void __launch_bounds__(kLastThreads)
         [&](const auto& vector) {
           Acc v[kWidth];
           unpack(v, vector);
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) v[j] = (v[j] - mean[j]) * factor[j] + offset[j];
+          FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+            v[j] = (v[j] - mean[j]) * factor[j] + offset[j];
+          }
           activate_if<Y, decltype(activation)::value>(p, v);
           store_once(y, round_to<Y>(v));
           y += thread.step;
@@ -243,8 +231,8 @@ __global__ void __launch_bounds__(kLastThreads)
 
 // mean, rstd, factor and offset of each channel.
 template <typename Acc>
-__device__ __forceinline__ void fill_table(const ChannelTable<Acc>& table, const GroupParams& p,
-                                           const LastThread& thread) {
+FUSED_DEVICE void fill_table(const ChannelTable<Acc>& table, const GroupParams& p,
+                             const LastThread& thread) {
   for (int c = threadIdx.x; c < thread.channels; c += blockDim.x) {
     const int channel = thread.first_channel + c;
     const Pair<Acc> statistics =
@@ -275,36 +263,26 @@ __global__ void __launch_bounds__(kLastThreads)
   __syncthreads();
   Acc alone[kWidth] = {}, by_d[kWidth] = {};
   {
-    Acc mean[kWidth], factor[kWidth], offset[kWidth];
+    Acc mean[kWidth];
+    ChannelSlope<Acc[kWidth]> of;
     table.take(mean, 0, thread);
-    table.take(factor, 1, thread);
-    table.take(offset, 2, thread);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) factor[j] *= offset[j];
-    table.take(offset, 3, thread);
+    table.take(of.slope, 1, thread);
+    table.take(of.offset, 2, thread);
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) of.slope[j] *= of.offset[j];
+    table.take(of.offset, 3, thread);
     each_position<kLastBackwardVecs>(
         thread,
         [&](const auto& vector, const auto& gradient) {
-          Acc d[kWidth], dz[kWidth], z[kWidth];
-          unpack(d, vector);
-          unpack(dz, gradient);
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) {
-            d[j] -= mean[j];
-            z[j] = d[j] * factor[j] + offset[j];
-          }
-          undo_activation<Y>(p, dz, z);
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) {
-            alone[j] += dz[j];
-            by_d[j] += dz[j] * d[j];
+          const GroupGradients<Acc, kWidth> gradients(p, vector, gradient, mean, of);
+          FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+            alone[j] += gradients.dz[j];
+            by_d[j] += gradients.dz[j] * gradients.d[j];
           }
         },
         x, dy);
   }
   if (thread.count > 0) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       sums[thread.row * columns + thread.column * kWidth + j] = {alone[j], by_d[j]};
     }
   }
@@ -356,31 +334,24 @@ __global__ void __launch_bounds__(kLastThreads)
     table.row(4)[c] = -rstd * means.first;
   }
   __syncthreads();
-  Acc mean[kWidth], a[kWidth], offset[kWidth], b[kWidth], alone[kWidth];
+  Acc mean[kWidth], b[kWidth], alone[kWidth];
+  ChannelSlope<Acc[kWidth]> of;
   table.take(mean, 0, thread);
-  table.take(a, 1, thread);
+  table.take(of.slope, 1, thread);
   table.take(b, 2, thread);
-  table.take(offset, 3, thread);
+  table.take(of.offset, 3, thread);
   table.take(alone, 4, thread);
   const Acc scale = p.scale.as<Acc>();
   X* dx = static_cast<X*>(p.y) + thread.begin;
   each_position<kLastBackwardVecs>(
       thread,
       [&](const auto& vector, const auto& gradient) {
-        Acc d[kWidth], dz[kWidth], z[kWidth];
-        unpack(d, vector);
-        unpack(dz, gradient);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          d[j] -= mean[j];
-          z[j] = d[j] * a[j] + offset[j];
+        const GroupGradients<Acc, kWidth> gradients(p, vector, gradient, mean, of);
+        Acc values[kWidth];
+        FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+          values[j] = gradients.dz[j] * (of.slope[j] * scale) + (gradients.d[j] * b[j] + alone[j]);
         }
-        undo_activation<Y>(p, dz, z);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          dz[j] = dz[j] * (a[j] * scale) + (d[j] * b[j] + alone[j]);
-        }
-        store_once(dx, round_to<X>(dz));
+        store_once(dx, round_to<X>(values));
         dx += thread.step;
       },
       x, dy);
@@ -388,37 +359,27 @@ __global__ void __launch_bounds__(kLastThreads)
 
 }  // namespace
 
-cudaError_t launch_last_measure(const GroupParams& params, const GroupTypes& types,
-                                const GroupPlan& plan, cudaStream_t stream) {
+cudaError_t launch_channels_last(const GroupParams& params, const GroupTypes& types,
+                                 const GroupPlan& plan, cudaStream_t stream) {
   return dispatch_group_types<GroupLayout::kChannelsLast>(
-      types, plan.width, [&](auto x, auto y, auto width) {
+      types, plan.width, [&](auto x, auto y, auto width) -> cudaError_t {
         using X = decltype(x);
         using Y = decltype(y);
-        const int64_t numbers = int64_t{plan.columns} * plan.width * int64_t{sizeof(acc_t<X>)};
-        const int64_t pairs = 2 * plan.rows * numbers;
+        const int64_t acc = sizeof(acc_t<X>), numbers = int64_t{plan.columns} * plan.width * acc;
         Launch tiles = plan;
-        tiles.shared_bytes = static_cast<int>(pairs + (types.backward ? 4 * numbers : 0));
-        const auto kernel =
-            types.backward ? last_sums_kernel<X, Y, width()> : last_moments_kernel<X, width()>;
-        return launch(kernel, tiles, stream, plan, params);
-      });
-}
-
-cudaError_t launch_last_apply(const GroupParams& params, const GroupTypes& types,
-                              const GroupPlan& plan, cudaStream_t stream) {
-  return dispatch_group_types<GroupLayout::kChannelsLast>(
-      types, plan.width, [&](auto x, auto y, auto width) {
-        using X = decltype(x);
-        using Y = decltype(y);
-        const int64_t acc = sizeof(acc_t<X>);
-        const int64_t numbers = int64_t{plan.columns} * plan.width * (types.backward ? 5 : 3);
-        Launch tiles = plan;
-        if (types.backward) tiles.blocks += param_grad_blocks(params);
         tiles.shared_bytes =
-            static_cast<int>(std::max(acc * numbers, types.backward ? 2 * acc * plan.threads : 0));
-        const auto kernel =
+            static_cast<int>(2 * plan.rows * numbers + (types.backward ? 4 * numbers : 0));
+        const auto measure =
+            types.backward ? last_sums_kernel<X, Y, width()> : last_moments_kernel<X, width()>;
+        cudaError_t error = launch(measure, tiles, stream, plan, params);
+        if (error == cudaSuccess) error = launch_group_totals(params, types, plan, stream);
+        if (error != cudaSuccess) return error;
+        if (types.backward) tiles.blocks += param_grad_blocks(params);
+        tiles.shared_bytes = static_cast<int>(
+            types.backward ? std::max(5 * numbers, 2 * acc * plan.threads) : 3 * numbers);
+        const auto apply =
             types.backward ? last_dx_kernel<X, Y, width()> : last_apply_kernel<X, Y, width()>;
-        return launch_early(plan.starts_early, kernel, tiles, stream, plan, params);
+        return launch_early(plan.starts_early, apply, tiles, stream, plan, params);
       });
 }
 

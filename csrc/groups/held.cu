@@ -20,7 +20,7 @@ struct HeldSlice {
   int offset;                    // of the slice in its first channel
   int channel_units;
 
-  __device__ __forceinline__ HeldSlice(const GroupPlan& plan, const GroupParams& p)
+  FUSED_DEVICE HeldSlice(const GroupPlan& plan, const GroupParams& p)
       : group(blockIdx.x / plan.blocks_per_group),
         sample(sample_of(p, group)),
         channel_units(static_cast<int>(plan.channel_units)) {
@@ -33,7 +33,7 @@ struct HeldSlice {
     channels = (offset + vectors * kUnits - 1) / channel_units + 1;
     begin = (group * all + first) * plan.width;
   }
-  static __device__ __forceinline__ int vectors_of_group(const GroupPlan& plan) {
+  static FUSED_DEVICE int vectors_of_group(const GroupPlan& plan) {
     return plan.tile_channels * static_cast<int>(plan.channel_units) / kUnits;
   }
 };
@@ -44,8 +44,7 @@ template <int kWidth, int kUnits>
 struct VectorChannels {
   int head, next, boundary = kWidth;
 
-  __device__ __forceinline__ VectorChannels(int v, const HeldSlice<kUnits>& own,
-                                            const GroupPlan& plan) {
+  FUSED_DEVICE VectorChannels(int v, const HeldSlice<kUnits>& own, const GroupPlan& plan) {
     const int at = own.offset + v * kUnits;
     head = own.channels > 1 ? plan.by_channel.quotient(at) : 0;
     if constexpr (kUnits > 1) {
@@ -54,16 +53,14 @@ struct VectorChannels {
     }
   }
   // Calls set(j, number) with the number, head's or the next one's, of each element.
-  template <typename Number, typename Set>
-  __device__ __forceinline__ void each(const Number* numbers, const Set& set) const {
+  template <typename Number>
+  FUSED_DEVICE void each(const Number* numbers, const auto& set) const {
     const Number of_head = numbers[head];
     if constexpr (kUnits > 1) {
       const Number of_next = numbers[next];
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) set(j, j < boundary ? of_head : of_next);
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) set(j, j < boundary ? of_head : of_next);
     } else {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) set(j, of_head);
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) set(j, of_head);
     }
   }
 };
@@ -71,14 +68,12 @@ struct VectorChannels {
 // The exchange of two numbers between the blocks that share a group.
 class Exchange {
  public:
-  __device__ __forceinline__ explicit Exchange(const GroupPlan& plan)
-      : blocks_(plan.blocks_per_group) {}
+  FUSED_DEVICE explicit Exchange(const GroupPlan& plan) : blocks_(plan.blocks_per_group) {}
 
   // combine(part, block) is called by one warp, whose lane k has the part of block k, or any part
   // if there is no such block; all lanes give the same result, which all threads of all blocks get.
-  template <typename Acc, typename Combine>
-  __device__ __forceinline__ Pair<Acc> operator()(Pair<Acc> own, Pair<Acc> (&shared)[2],
-                                                  const Combine& combine) {
+  template <typename Acc>
+  FUSED_DEVICE Pair<Acc> operator()(Pair<Acc> own, Pair<Acc> (&shared)[2], const auto& combine) {
     if (blocks_ == 1) return own;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     namespace cg = cooperative_groups;
@@ -98,7 +93,7 @@ class Exchange {
     return own;
 #endif
   }
-  __device__ __forceinline__ void end() {
+  FUSED_DEVICE void end() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     if (blocks_ > 1) cooperative_groups::this_cluster().barrier_wait(std::move(token_));
 #endif
@@ -113,7 +108,7 @@ class Exchange {
 
 // Starts the copies of a slice to shared memory.
 template <typename X, int kWidth, int kUnits>
-__device__ __forceinline__ void copy_slice(X* to, const void* from, const HeldSlice<kUnits>& own) {
+FUSED_DEVICE void copy_slice(X* to, const void* from, const HeldSlice<kUnits>& own) {
   const X* const at = static_cast<const X*>(from) + own.begin;
 #pragma unroll 4
   for (int v = threadIdx.x; v < own.vectors; v += blockDim.x) {
@@ -205,7 +200,7 @@ __global__ void __launch_bounds__(kHeldThreads)
 #pragma unroll 2
       for (int v = threadIdx.x; v < own.vectors; v += blockDim.x) {
         const VectorChannels<kWidth, kUnits> channels(v, own, plan);
-        ChannelSlopes<Acc, kWidth> of;
+        ChannelSlope<Acc[kWidth]> of;
         channels.each(maps, [&](int j, const auto& map) {
           of.slope[j] = map.factor * statistics.second;
           of.offset[j] = map.offset;

@@ -22,20 +22,17 @@ inline int64_t param_grad_blocks(const GroupParams& p) {
 
 using GroupLaunch = cudaError_t(const GroupParams&, const GroupTypes&, const GroupPlan&,
                                 cudaStream_t);
-// The launches of a call over tiles: first measure, then totals if the plan has them, then apply,
-// which also makes the gradients of parameters.
-GroupLaunch launch_planes_measure, launch_planes_apply;
-GroupLaunch launch_last_measure, launch_last_apply;
-GroupLaunch launch_group_totals;
-// The launches of a call where blocks hold groups or share them: one, and in backward one for the
-// gradients of parameters.
-GroupLaunch launch_held_groups, launch_split_groups, launch_group_param_grad;
+// The launches of a call over tiles: one measures them, the totals follow, and one applies these
+// and makes the gradients of parameters.
+GroupLaunch launch_planes, launch_channels_last, launch_group_totals;
+// The launch where blocks hold or share groups; backward, one for parameters follows.
+GroupLaunch launch_held_groups, launch_split_groups;
 
 // Calls then(X{}, Y{}, width) for the types, of x and of y or dy, and the width that kernels are
 // compiled for: kTypesWithKernels has each once with a weight of y's type. Kernels over planes have
 // half vectors, too, where x and y are of one type of half precision (plan.cpp's group_width).
-template <GroupLayout kLayout = GroupLayout::kPlanes, typename Then>
-cudaError_t dispatch_group_types(const GroupTypes& types, int width, const Then& then) {
+template <GroupLayout kLayout = GroupLayout::kPlanes>
+cudaError_t dispatch_group_types(const GroupTypes& types, int width, const auto& then) {
   return dispatch_types({types.x, types.y, types.y}, [&](auto t) -> cudaError_t {
     using T = decltype(t);
     using X = typename T::X;

@@ -9,12 +9,10 @@
 
 namespace fused_layernorm {
 
-// How the elements of a sample lie: position by position in each channel, or channel by channel in
-// each position (channels_last).
+// How a sample's elements lie: channel by channel, or position by position (channels_last).
 enum class GroupLayout : int32_t { kPlanes, kChannelsLast };
 
-// LeakyReLU, of slope 0.01, which only norms of groups have: in kernels over rows the one branch
-// more cost a kernel registers.
+// LeakyReLU, of slope 0.01, which only groups have: over rows it cost a kernel registers.
 constexpr Activation kLeakyRelu{5};
 constexpr double kLeakySlope = 0.01;
 
@@ -41,8 +39,7 @@ struct GroupParams {
   const void* dy = nullptr;  // backward
   ChannelNumbers weight, bias, shift, scale_by;
 
-  // (samples, groups), of the arithmetic's type: outputs of forward, each optional, and inputs of
-  // backward.
+  // (samples, groups), of the arithmetic's type: outputs of forward, inputs of backward.
   void* mean = nullptr;
   void* rstd = nullptr;
 

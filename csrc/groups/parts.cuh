@@ -16,8 +16,7 @@ struct GroupPartsOf {
   int first_slice = 0, slices = 1, slice_channels = 0, channel;
   int of_group;
 
-  __device__ __forceinline__ GroupPartsOf(const GroupPlan& its_plan, const GroupParams& params,
-                                          int64_t group)
+  FUSED_DEVICE GroupPartsOf(const GroupPlan& its_plan, const GroupParams& params, int64_t group)
       : plan(its_plan), p(params), of_group(p.channels_of_group()) {
     const int64_t sample = sample_of(p, group);
     channel = static_cast<int>(group - sample * p.groups) * of_group;
@@ -31,10 +30,9 @@ struct GroupPartsOf {
       from += sample * plan.tiles * plan.slices * plan.groups_of_slice;
     }
   }
-  __device__ __forceinline__ int count() const { return plan.tiles * slices; }
+  FUSED_DEVICE int count() const { return plan.tiles * slices; }
   // use(elements, part) for part i.
-  template <typename Use_>
-  __device__ __forceinline__ void with(int i, const Use_& use) const {
+  FUSED_DEVICE void with(int i, const auto& use) const {
     if (p.layout == GroupLayout::kPlanes) {
       use(vectors_of(plan, of_group, i) * plan.width, from[i]);
       return;
@@ -48,12 +46,11 @@ struct GroupPartsOf {
   }
 };
 
-// mean and rstd of a group, from its parts. Every lane of the warp gets them. Parts combine in
-// float64, where they lose nothing, about one of the means (Chan, Golub and LeVeque, 1979, for many
-// parts at once).
+// mean and rstd of a group, from its parts. Every lane of the warp gets them. In float64 parts lose
+// nothing, about one of the means (Chan, Golub and LeVeque, 1979).
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc> statistics_of_group(const GroupPlan& plan,
-                                                         const GroupParams& p, int64_t group) {
+FUSED_DEVICE Pair<Acc> statistics_of_group(const GroupPlan& plan, const GroupParams& p,
+                                           int64_t group) {
   const GroupPartsOf<Acc> parts(plan, p, group);
   double pivot = 0;
   parts.with(0, [&](int, const Pair<Acc>& part) { pivot = part.first; });
@@ -78,8 +75,8 @@ struct ChannelPartsOf {
   int64_t step = 1;
   int count;
 
-  __device__ __forceinline__ ChannelPartsOf(const GroupPlan& plan, const GroupParams& p,
-                                            int64_t sample, int channel)
+  FUSED_DEVICE ChannelPartsOf(const GroupPlan& plan, const GroupParams& p, int64_t sample,
+                              int channel)
       : from(pairs_at<Acc>(p, plan.parts_offset)), count(plan.parts_of_channel) {
     if (p.layout == GroupLayout::kPlanes) {
       from += (sample * p.channels + channel) * plan.parts_of_channel;
@@ -100,8 +97,7 @@ struct ChannelPartsOf {
 
 // The two means over a group that dx needs. Every lane of the warp gets them.
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc> means_of_group(const GroupPlan& plan, const GroupParams& p,
-                                                    int64_t group) {
+FUSED_DEVICE Pair<Acc> means_of_group(const GroupPlan& plan, const GroupParams& p, int64_t group) {
   const int lane = threadIdx.x % kWarpSize;
   Pair<Acc> sums;
   if (p.layout == GroupLayout::kPlanes) {
@@ -127,8 +123,8 @@ __device__ __forceinline__ Pair<Acc> means_of_group(const GroupPlan& plan, const
 // The gradients of the parameters of 32 channels, from the parts of all samples. All threads of a
 // block call: lanes have channels, warps have parts. `rows` has room for kMaxWarps rows of 32.
 template <typename Acc>
-__device__ __forceinline__ void store_param_grads(const GroupPlan& plan, const GroupParams& p,
-                                                  int first_channel, Pair<Acc>* rows) {
+FUSED_DEVICE void store_param_grads(const GroupPlan& plan, const GroupParams& p, int first_channel,
+                                    Pair<Acc>* rows) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int warps = blockDim.x / kWarpSize, channel = first_channel + lane;
   const bool works = channel < p.channels;

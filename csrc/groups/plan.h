@@ -70,14 +70,12 @@ struct GroupPlan : Launch {
   GroupStrategy strategy = GroupStrategy::kTiles;
   int width = 1;  // elements that a thread moves at once
 
-  // Planes. Channels are counted in vectors or, where a block holds a group and channels begin
-  // within vectors, in elements.
+  // Planes. Channels are counted in vectors or, where they begin within some, in elements.
   int vector_units = 1;  // of a vector
   int64_t channel_units = 0;
   Divisor by_channel;     // divides by channel_units
   int tile_channels = 1;  // channels of a tile; of a group, where blocks hold or share groups
-  // Pieces of a channel, of which each tile has one, or a warp of the blocks that share a group
-  // some.
+  // Pieces of a channel, of which each tile has one, or a warp of a split group some.
   int pieces = 1, piece_vectors = 0;
   int tiles = 1;  // of a group; of a sample of channels_last
 

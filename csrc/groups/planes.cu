@@ -21,8 +21,7 @@ __global__ void __launch_bounds__(kTileThreads)
   Vec<X, kWidth> values[kTileVecs];
   load_tile(values, p.x, tile.begin, share);
   RunningMoments<Acc> own;
-#pragma unroll
-  for (int k = 0; k < kTileVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kTileVecs; ++k) {
     if (share.has(k)) own.add(values[k]);
   }
   const auto moments =
@@ -131,30 +130,23 @@ __global__ void __launch_bounds__(kTileThreads)
 
 }  // namespace
 
-cudaError_t launch_planes_measure(const GroupParams& params, const GroupTypes& types,
-                                  const GroupPlan& plan, cudaStream_t stream) {
-  return dispatch_group_types(types, plan.width, [&](auto x, auto y, auto width) {
+cudaError_t launch_planes(const GroupParams& params, const GroupTypes& types, const GroupPlan& plan,
+                          cudaStream_t stream) {
+  return dispatch_group_types(types, plan.width, [&](auto x, auto y, auto width) -> cudaError_t {
     using X = decltype(x);
     using Y = decltype(y);
     Launch tiles = plan;
     tiles.shared_bytes = types.backward ? planes_shared_bytes<acc_t<X>>(plan, true) : 0;
-    const auto kernel =
+    const auto measure =
         types.backward ? planes_sums_kernel<X, Y, width()> : planes_moments_kernel<X, width()>;
-    return launch(kernel, tiles, stream, plan, params);
-  });
-}
-
-cudaError_t launch_planes_apply(const GroupParams& params, const GroupTypes& types,
-                                const GroupPlan& plan, cudaStream_t stream) {
-  return dispatch_group_types(types, plan.width, [&](auto x, auto y, auto width) {
-    using X = decltype(x);
-    using Y = decltype(y);
-    Launch tiles = plan;
+    cudaError_t error = launch(measure, tiles, stream, plan, params);
+    if (error == cudaSuccess) error = launch_group_totals(params, types, plan, stream);
+    if (error != cudaSuccess) return error;
     if (types.backward) tiles.blocks += param_grad_blocks(params);
     tiles.shared_bytes = planes_shared_bytes<acc_t<X>>(plan, false);
-    const auto kernel =
+    const auto apply =
         types.backward ? planes_dx_kernel<X, Y, width()> : planes_apply_kernel<X, Y, width()>;
-    return launch_early(plan.starts_early, kernel, tiles, stream, plan, params);
+    return launch_early(plan.starts_early, apply, tiles, stream, plan, params);
   });
 }
 

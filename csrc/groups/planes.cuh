@@ -8,7 +8,7 @@
 namespace fused_layernorm {
 
 // The vectors of a tile of planes, by its number in its group.
-__device__ __forceinline__ int vectors_of(const GroupPlan& plan, int channels_of_group, int tile) {
+FUSED_DEVICE int vectors_of(const GroupPlan& plan, int channels_of_group, int tile) {
   const int whole = static_cast<int>(plan.channel_units);
   if (plan.pieces > 1) {
     return min(plan.piece_vectors, whole - tile % plan.pieces * plan.piece_vectors);
@@ -16,7 +16,7 @@ __device__ __forceinline__ int vectors_of(const GroupPlan& plan, int channels_of
   return min(plan.tile_channels, channels_of_group - tile * plan.tile_channels) * whole;
 }
 // The positions of a tile of channels_last, by its number in its sample.
-__device__ __forceinline__ int positions_of(const GroupPlan& plan, const GroupParams& p, int tile) {
+FUSED_DEVICE int positions_of(const GroupPlan& plan, const GroupParams& p, int tile) {
   const int64_t left = p.positions - int64_t{tile} * plan.tile_positions;
   return static_cast<int>(min(left, int64_t{plan.tile_positions}));
 }
@@ -32,8 +32,7 @@ struct PlaneTile {
   int64_t begin;  // in elements
 
   // `number`: of all tiles.
-  __device__ __forceinline__ PlaneTile(const GroupPlan& plan, const GroupParams& p,
-                                       uint32_t number) {
+  FUSED_DEVICE PlaneTile(const GroupPlan& plan, const GroupParams& p, uint32_t number) {
     const uint32_t all = number / plan.tiles;
     const int own = static_cast<int>(number - all * plan.tiles);
     group = all;
@@ -48,15 +47,15 @@ struct PlaneTile {
             int64_t{piece} * plan.piece_vectors * plan.width;
   }
   // The channel, counted in the tile, to which a vector belongs.
-  __device__ __forceinline__ int channel_of(int vector, const GroupPlan& plan) const {
+  FUSED_DEVICE int channel_of(int vector, const GroupPlan& plan) const {
     return channels > 1 ? plan.by_channel.quotient(vector) : 0;
   }
 };
 
 // The affine maps of a tile's channels, in shared memory. A barrier must follow.
 template <typename Acc>
-__device__ __forceinline__ void load_maps(ChannelMap<Acc>* maps, const GroupParams& p,
-                                          int64_t sample, int channel, int channels) {
+FUSED_DEVICE void load_maps(ChannelMap<Acc>* maps, const GroupParams& p, int64_t sample,
+                            int channel, int channels) {
   for (int c = threadIdx.x; c < channels; c += blockDim.x) {
     maps[c] = ChannelMap<Acc>(p, sample, channel + c);
   }
@@ -64,25 +63,22 @@ __device__ __forceinline__ void load_maps(ChannelMap<Acc>* maps, const GroupPara
 
 // The vectors of a thread: some of a tile's, all of which a block's threads share.
 template <typename X, int kWidth, int kVecs>
-__device__ __forceinline__ void load_tile(Vec<X, kWidth> (&x)[kVecs], const void* from,
-                                          int64_t begin, const Share<kVecs>& share) {
+FUSED_DEVICE void load_tile(Vec<X, kWidth> (&x)[kVecs], const void* from, int64_t begin,
+                            const Share<kVecs>& share) {
   const X* const at = static_cast<const X*>(from) + begin;
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     x[k] = {};
     if (share.has(k)) x[k] = load<Use::kOnce, kWidth>(element(at, share.vector(k) * kWidth));
   }
 }
 
-// The sums of some channels over the vectors of a tile, of which pairs[v] is that of vector v; a
-// barrier must stand in front. Each channel has `of_channel` units, of which a vector has kUnits,
-// and the tile begins at the first channel's unit `offset`. Where a channel begins within a vector,
-// tails[channel] has the sum of what is its own there. then(channel, sum) is called by one thread
-// for each channel.
-template <int kUnits = 1, typename Acc, typename Then>
-__device__ __forceinline__ void sum_channels(const Pair<Acc>* pairs, const Pair<Acc>* tails,
-                                             int channels, int of_channel, int offset, int vectors,
-                                             const Then& then) {
+// The sums of some channels over the vectors of a tile, from the pairs[v] of its vectors; a barrier
+// must stand in front. A channel has `of_channel` units, a vector kUnits, and the tile begins at
+// the first channel's unit `offset`. Where a channel begins within a vector, tails[channel] is its
+// part of it. then(channel, sum) is called by one thread for each channel.
+template <int kUnits = 1, typename Acc>
+FUSED_DEVICE void sum_channels(const Pair<Acc>* pairs, const Pair<Acc>* tails, int channels,
+                               int of_channel, int offset, int vectors, const auto& then) {
   int lanes = 1;
   while (lanes < kWarpSize && lanes * kUnits < of_channel) lanes *= 2;
   const int at_once = kWarpSize / lanes, warps = blockDim.x / kWarpSize;
@@ -103,47 +99,42 @@ __device__ __forceinline__ void sum_channels(const Pair<Acc>* pairs, const Pair<
 
 // Stores y of a tile, from the totals of its group.
 template <typename Y, typename X, int kWidth, int kVecs, typename Acc>
-__device__ __forceinline__ void apply_tile(const GroupPlan& plan, const GroupParams& p,
-                                           const PlaneTile& tile, const Share<kVecs>& share,
-                                           const Vec<X, kWidth> (&x)[kVecs],
-                                           const ChannelMap<Acc>* maps, Pair<Acc> total) {
+FUSED_DEVICE void apply_tile(const GroupPlan& plan, const GroupParams& p, const PlaneTile& tile,
+                             const Share<kVecs>& share, const Vec<X, kWidth> (&x)[kVecs],
+                             const ChannelMap<Acc>* maps, Pair<Acc> total) {
   Y* const y = static_cast<Y*>(p.y) + tile.begin;
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
+  FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
     const int v = share.vector(k);
     if (!share.has(k)) continue;
     const auto map = maps[tile.channel_of(v, plan)];
     const Acc factor = total.second * map.factor;
     Acc values[kWidth];
     unpack(values, x[k]);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = (values[j] - total.first) * factor + map.offset;
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+      values[j] = (values[j] - total.first) * factor + map.offset;
+    }
     activate_if<Y>(p, values);
     store_once(element(y, v * kWidth), round_to<Y>(values));
   }
 }
 
 // Calls use(vector, its channel, gradients) for each vector of a thread.
-template <typename X, typename Y, int kWidth, int kVecs, typename Acc, typename Use_>
-__device__ __forceinline__ void each_gradient(const GroupPlan& plan, const GroupParams& p,
-                                              const PlaneTile& tile, const Share<kVecs>& share,
-                                              const Vec<X, kWidth> (&x)[kVecs],
-                                              const Vec<Y, kWidth> (&dy)[kVecs],
-                                              const ChannelMap<Acc>* maps, Pair<Acc> statistics,
-                                              const Use_& use) {
+template <typename X, typename Y, int kWidth, int kVecs, typename Acc>
+FUSED_DEVICE void each_gradient(const GroupPlan& plan, const GroupParams& p, const PlaneTile& tile,
+                                const Share<kVecs>& share, const Vec<X, kWidth> (&x)[kVecs],
+                                const Vec<Y, kWidth> (&dy)[kVecs], const ChannelMap<Acc>* maps,
+                                Pair<Acc> statistics, const auto& use) {
   with_activation<kActivationLoops<X, kWidth>>(p, [&](auto activation) {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       const int v = share.vector(k);
       if (!share.has(k)) continue;
-      const ChannelSlope<Acc> of(maps[tile.channel_of(v, plan)], statistics.second);
+      const auto of = slope_of(maps[tile.channel_of(v, plan)], statistics.second);
       use(v, of, GroupGradients<Acc, kWidth>(p, x[k], dy[k], statistics.first, of, activation));
     }
   });
 }
 
-// Shared memory for the maps of a tile's channels and, where backward sums up channels, for the
-// sums of the tile's vectors.
+// Shared memory for a tile's maps and, where backward sums up channels, its vectors' sums.
 template <typename Acc>
 int planes_shared_bytes(const GroupPlan& plan, bool of_sums) {
   const int64_t vectors = plan.tile_channels > 1 ? plan.tile_channels * plan.channel_units : 0;

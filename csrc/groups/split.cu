@@ -12,7 +12,7 @@ struct SplitChannel {
   int group = -1, channel = -1;  // channel: of the group
   ChannelMap<float> map;
 
-  __device__ __forceinline__ void enter(const SplitWarp& own, int its_group, int its_channel) {
+  FUSED_DEVICE void enter(const SplitWarp& own, int its_group, int its_channel) {
     if (group == its_group && channel == its_channel) return;
     group = its_group;
     channel = its_channel;
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
   constexpr int kVecs = kSegmentVectors / kWarpSize, kSlot = kSegmentVectors * kWidth;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ SplitState state;
-  const SplitWarp own(plan, p);
+  const SplitWarp own{plan, p};
   start(state, own);
   const SplitMeeting meeting(own);
 
@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
     const float of_warp = own.lane < kSplitWarps ? elements(own_chunk, own_chunk + 1) : 0.0f;
     const float of_block = warp_sum(of_warp);
     float counts[kSlotsPerLane];
-#pragma unroll
-    for (int i = 0; i < kSlotsPerLane; ++i) {
+    FUSED_UNROLL for (int i = 0; i < kSlotsPerLane; ++i) {
       const int first = (own.lane + i * kWarpSize) * kSplitWarps;
       counts[i] = elements(first, first + kSplitWarps);
     }
@@ -62,14 +61,14 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
     };
     const auto totals = [&](int64_t group, const uint64_t* slots, Pair<float> part) -> float4 {
       if (plan.blocks_per_group > 1) {
-        const SetSlots parts(slots, plan.blocks_per_group);
+        const CollectedSlots<Polls::kAll> parts(slots, plan.blocks_per_group);
         const float about = __shfl_sync(kFullWarp, parts.values[0].first, 0);
         float sum = 0, m2 = 0;
-#pragma unroll
-        for (int i = 0; i < kSlotsPerLane; ++i) sum += counts[i] * (parts.values[i].first - about);
+        FUSED_UNROLL for (int i = 0; i < kSlotsPerLane; ++i) {
+          sum += counts[i] * (parts.values[i].first - about);
+        }
         const float mean = about + warp_sum(sum) * p.inverse_count.rounded;
-#pragma unroll
-        for (int i = 0; i < kSlotsPerLane; ++i) {
+        FUSED_UNROLL for (int i = 0; i < kSlotsPerLane; ++i) {
           const float delta = parts.values[i].first - mean;
           m2 += parts.values[i].second + counts[i] * delta * delta;
         }
@@ -138,8 +137,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
               segment.vectors, own.lane, [&](int v) {
                 float values[kWidth];
                 unpack(values, load<Use::kPlain, kWidth>(from + v * kWidth));
-#pragma unroll
-                for (int j = 0; j < kWidth; ++j) {
+                FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
                   values[j] = (values[j] - mean) * factor + applied.map.offset;
                 }
                 activate_if<Y, kActivation>(p, values);
@@ -159,7 +157,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
   constexpr int kSlot = kBackwardSegmentVectors * kWidth;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ SplitState state;
-  const SplitWarp own(plan, p);
+  const SplitWarp own{plan, p};
   start(state, own);
   const SplitMeeting meeting(own);
 
@@ -171,10 +169,9 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
     Pair<float> statistics;  // of the group whose parts are collected
     const auto totals = [&](int64_t, const uint64_t* slots, Pair<float> part) -> float4 {
       if (plan.blocks_per_group > 1) {
-        const SetSlots parts(slots, plan.blocks_per_group);
+        const CollectedSlots<Polls::kAll> parts(slots, plan.blocks_per_group);
         part = parts.values[0];
-#pragma unroll
-        for (int i = 1; i < kSlotsPerLane; ++i) part += parts.values[i];
+        FUSED_UNROLL for (int i = 1; i < kSlotsPerLane; ++i) part += parts.values[i];
         part = warp_sum(part);
       }
       const Pair<float> means = group_means(p, part);
@@ -241,7 +238,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
         if (segment.vectors > 0) {
           if (at.step > 0 && measured.channel != segment.channel) leave();
           measured.enter(own, at.group, segment.channel);
-          const ChannelSlope<float> of(measured.map, statistics.second);
+          const auto of = slope_of(measured.map, statistics.second);
           if (own.lane == 0) state.maps[own.warp][at.slot] = {of.slope, of.offset};
           each(at, segment.vectors, statistics.first, of,
                [&](int, const auto& gradients) { sums += gradients.sums(); });
@@ -263,7 +260,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
         const float2 map = state.maps[own.warp][at.slot];
         const DxOfGroup<float> of_group(p, {total.x, total.y}, total.w);
         X* const dx = static_cast<X*>(p.y) + at.group * own.group_elements + segment.begin * kWidth;
-        const ChannelSlope<float> of(map.x, map.y);
+        const ChannelSlope<float> of = {map.x, map.y};
         each(at, segment.vectors, total.z, of, [&](int v, const auto& gradients) {
           store_once(element(dx, v * kWidth), of_group.template dx<X>(gradients, of));
         });

@@ -11,10 +11,6 @@
 // the block's part and collects those of the other blocks.
 #pragma once
 
-#include <cooperative_groups.h>
-
-#include <utility>
-
 #include "base/launch.cuh"
 #include "device/async.cuh"
 #include "device/bulk.cuh"
@@ -24,11 +20,10 @@
 
 namespace fused_layernorm {
 
-__device__ __forceinline__ Pair<float> pair_of(float2 v) { return {v.x, v.y}; }
+FUSED_DEVICE Pair<float> pair_of(float2 v) { return {v.x, v.y}; }
 
-// What the warps of a block tell each other of a group. The places are used in turn; a warp applies
-// less than kGroupsKept groups behind the one that it measures, so a place is free when it is used
-// again.
+// What the warps of a block tell each other of a group. A warp applies less than kGroupsKept groups
+// behind the one that it measures, so a place is free when its turn comes again.
 struct SplitState {
   alignas(8) uint64_t measured[kGroupsKept];  // all warps have left their parts
   uint64_t collected[kGroupsKept];            // the totals are there
@@ -49,24 +44,18 @@ static_assert(sizeof(SplitState) <= kReservedSharedMemory, "the plan leaves room
 struct SplitWarp {
   const GroupPlan& plan;
   const GroupParams& p;
-  int warp, lane, block;  // block: of the set
-  int first_group, sets, groups;
-  int64_t group_elements;
+  int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0);
+  int lane = threadIdx.x % kWarpSize;
+  int block = blockIdx.x % plan.blocks_per_group;  // of the set
+  int first_group = static_cast<int>(blockIdx.x / plan.blocks_per_group);
+  int sets = static_cast<int>(gridDim.x / plan.blocks_per_group);
+  int groups = static_cast<int>(p.samples * p.groups);
+  int64_t group_elements = plan.tile_channels * p.positions;
 
-  __device__ __forceinline__ SplitWarp(const GroupPlan& its_plan, const GroupParams& params)
-      : plan(its_plan),
-        p(params),
-        warp(__shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0)),
-        lane(threadIdx.x % kWarpSize),
-        block(blockIdx.x % plan.blocks_per_group),
-        first_group(static_cast<int>(blockIdx.x / plan.blocks_per_group)),
-        sets(static_cast<int>(gridDim.x / plan.blocks_per_group)),
-        groups(static_cast<int>(p.samples * p.groups)),
-        group_elements(plan.tile_channels * p.positions) {}
   // The number of the warp among all warps of the blocks that share a group.
-  __device__ __forceinline__ int chunk() const { return block * kSplitWarps + warp; }
+  FUSED_DEVICE int chunk() const { return block * kSplitWarps + warp; }
   // The vectors of a group in front of one of its warps.
-  __device__ __forceinline__ int vectors_before(int chunk) const {
+  FUSED_DEVICE int vectors_before(int chunk) const {
     const int first = min(chunk * plan.segments_of_warp, plan.tile_channels * plan.pieces);
     const int channel = first / plan.pieces;
     return channel * static_cast<int>(plan.channel_units) +
@@ -75,7 +64,7 @@ struct SplitWarp {
 };
 
 // Lists the segments of all warps of the block. A barrier must follow.
-__device__ __forceinline__ void list_segments(SplitState& state, const SplitWarp& own) {
+FUSED_DEVICE void list_segments(SplitState& state, const SplitWarp& own) {
   const GroupPlan& plan = own.plan;
   for (int i = threadIdx.x; i < kSplitWarps * plan.segments_of_warp; i += kSplitThreads) {
     const int number = own.block * kSplitWarps * plan.segments_of_warp + i;
@@ -95,9 +84,9 @@ struct SegmentCursor {
   int step, slot, kept;  // step: of the warp's segments of the group
   uint32_t phase;        // of the barriers at `kept`
 
-  __device__ __forceinline__ explicit SegmentCursor(const SplitWarp& own)
+  FUSED_DEVICE explicit SegmentCursor(const SplitWarp& own)
       : group(own.first_group), step(0), slot(0), kept(0), phase(0) {}
-  __device__ __forceinline__ void advance(const SplitWarp& own) {
+  FUSED_DEVICE void advance(const SplitWarp& own) {
     if (++slot == own.plan.slots) slot = 0;
     if (++step < own.plan.segments_of_warp) return;
     step = 0;
@@ -107,7 +96,7 @@ struct SegmentCursor {
       phase ^= 1;
     }
   }
-  __device__ __forceinline__ bool is_last(const SplitWarp& own) const {
+  FUSED_DEVICE bool is_last(const SplitWarp& own) const {
     return step == own.plan.segments_of_warp - 1;
   }
 };
@@ -118,7 +107,7 @@ struct SplitMeeting {
   cooperative_groups::grid_group::arrival_token token{};
   const bool takes_place;
 
-  __device__ __forceinline__ explicit SplitMeeting(const SplitWarp& own)
+  FUSED_DEVICE explicit SplitMeeting(const SplitWarp& own)
       : takes_place(own.plan.blocks_per_group > 1) {
     if (!takes_place) return;
     auto* const slots = static_cast<uint64_t*>(own.p.workspace) + own.block;
@@ -128,22 +117,18 @@ struct SplitMeeting {
     }
     token = cooperative_groups::this_grid().barrier_arrive();
   }
-  __device__ __forceinline__ void wait() const {
+  FUSED_DEVICE void wait() const {
     auto own = token;
     if (takes_place) cooperative_groups::this_grid().barrier_wait(std::move(own));
   }
 };
 
-// The slots of a set.
-using SetSlots = CollectedSlots<false>;
-
 // The collector: for each group combines the parts of the block's warps, exchanges them, and leaves
 // the totals. enter(group) is called in front, block_part(kept) gives the part of this block,
 // totals(group, slots, part) the group's totals.
-template <typename Enter, typename BlockPart, typename Totals>
-__device__ __forceinline__ void run_collector(const SplitWarp& own, SplitState& state,
-                                              const SplitMeeting& meeting, const Enter& enter,
-                                              const BlockPart& block_part, const Totals& totals) {
+FUSED_DEVICE void run_collector(const SplitWarp& own, SplitState& state,
+                                const SplitMeeting& meeting, const auto& enter,
+                                const auto& block_part, const auto& totals) {
   meeting.wait();
   const int blocks = own.plan.blocks_per_group;
   auto* const slots = static_cast<uint64_t*>(own.p.workspace);
@@ -164,7 +149,7 @@ __device__ __forceinline__ void run_collector(const SplitWarp& own, SplitState& 
 }
 
 // All threads of the block call, in front of anything else.
-__device__ __forceinline__ void start(SplitState& state, const SplitWarp& own) {
+FUSED_DEVICE void start(SplitState& state, const SplitWarp& own) {
   list_segments(state, own);
   if (threadIdx.x == 0) {
 #pragma unroll 1
@@ -179,10 +164,9 @@ __device__ __forceinline__ void start(SplitState& state, const SplitWarp& own) {
 
 // Runs a warp's steps: bring(cursor) starts the copies of a segment, `kAhead` steps before
 // measure(cursor) takes what has come, and apply(cursor) uses it a last time.
-template <int kAhead, typename Bring, typename Measure, typename Apply>
-__device__ __forceinline__ void run_steps(const SplitWarp& own, const SplitMeeting& meeting,
-                                          const Bring& bring, const Measure& measure,
-                                          const Apply& apply) {
+template <int kAhead>
+FUSED_DEVICE void run_steps(const SplitWarp& own, const SplitMeeting& meeting, const auto& bring,
+                            const auto& measure, const auto& apply) {
   SegmentCursor brought(own), measured(own), applied(own);
   const auto bring_next = [&] {
     if (brought.group < own.groups) {
@@ -211,13 +195,11 @@ __device__ __forceinline__ void run_steps(const SplitWarp& own, const SplitMeeti
   }
 }
 
-// Calls body(vector) for a lane's vectors of a segment of up to kVecs * 32, all at once where it
-// has just so many.
-template <int kVecs, typename Body>
-__device__ __forceinline__ void each_vector(int vectors, int lane, const Body& body) {
+// Calls body(vector) for a lane's vectors of a segment, all at once where it is full.
+template <int kVecs>
+FUSED_DEVICE void each_vector(int vectors, int lane, const auto& body) {
   if (vectors == kVecs * kWarpSize) {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) body(k * kWarpSize + lane);
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) body(k * kWarpSize + lane);
   } else {
 #pragma unroll 1
     for (int v = lane; v < vectors; v += kWarpSize) body(v);

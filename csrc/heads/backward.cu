@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of heads; heads/backward.h says how it is laid out.
-#include "heads/backward.h"
+// Backward of heads; heads/plan.h says how it is laid out.
+#include "heads/plan.h"
 
 #include "base/launch.cuh"
 #include "device/pdl.cuh"
@@ -16,13 +16,10 @@ using backward::kHeadWarps;
 
 // Adds up what the lanes of a block have at each column, in a fixed order, and writes it.
 template <typename Lane>
-__device__ __forceinline__ void write_partial(const HeadsParams& p, const Lane& lane,
-                                              typename Lane::Values& sums, float* partial,
-                                              float (&scratch)[kHeadWarps][kMostHeadCols]) {
-#pragma unroll
-  for (int v = 0; v < Lane::kVecs; ++v) {
-#pragma unroll
-    for (int j = 0; j < Lane::kWidth; ++j) {
+FUSED_DEVICE void write_partial(const HeadsParams& p, const Lane& lane, typename Lane::Values& sums,
+                                float* partial, float (&scratch)[kHeadWarps][kMostHeadCols]) {
+  FUSED_UNROLL for (int v = 0; v < Lane::kVecs; ++v) {
+    FUSED_UNROLL for (int j = 0; j < Lane::kWidth; ++j) {
       for (int offset = p.lanes; offset < kWarpSize; offset *= 2) {
         sums[v][j] += shuffle_xor(sums[v][j], offset);
       }
@@ -36,8 +33,7 @@ __device__ __forceinline__ void write_partial(const HeadsParams& p, const Lane& 
   __syncthreads();
   for (int col = threadIdx.x; col < p.cols; col += kHeadThreads) {
     float sum = 0;
-#pragma unroll
-    for (int warp = 0; warp < kHeadWarps; ++warp) sum += scratch[warp][col];
+    FUSED_UNROLL for (int warp = 0; warp < kHeadWarps; ++warp) sum += scratch[warp][col];
     partial[col] = sum;
   }
 }
@@ -63,8 +59,7 @@ __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
        number < static_cast<unsigned>(side.tasks); number += step) {
     const HeadTask task(p, side, kRounds, number);
     Vec<X, Lane::kWidth> x[kRounds][Lane::kVecs], dy[kRounds][Lane::kVecs];
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
+    FUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
       const unsigned head = task.head_of(side, round);
       const bool has = task.has_row(side, round);
       lane.template load_row<Use::kOnce>(
@@ -73,11 +68,9 @@ __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
           x[round], head_row(static_cast<const X*>(side.x), side.x_strides, task, head), has);
     }
     const Rotation<Lane> rotation(p, lane, task.batch, task.seq);
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
+    FUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
       Values d, dz;
-#pragma unroll
-      for (int v = 0; v < Lane::kVecs; ++v) {
+      FUSED_UNROLL for (int v = 0; v < Lane::kVecs; ++v) {
         unpack(d[v], x[round][v]);
         unpack(dz[v], dy[round][v]);
       }
@@ -143,8 +136,7 @@ __global__ void __launch_bounds__(kHeadThreads) head_sums_kernel(const HeadsPara
   __syncthreads();
   if (warp > 0 || col >= p.cols) return;
   sum = 0;
-#pragma unroll
-  for (int w = 0; w < kHeadWarps; ++w) sum += scratch[w][lane];
+  FUSED_UNROLL for (int w = 0; w < kHeadWarps; ++w) sum += scratch[w][lane];
   const float sums[] = {sum};
   store_gradient<X>(gradient, of_bias ? side.bias_is_float : side.weight_is_float, col, sums);
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of heads: each row of q and k is normalized, then rotated. heads/forward.h says how rows
-// are laid over warps.
-#include "heads/forward.h"
+// Forward of heads: each row of q and k is normalized, then rotated (heads/plan.h).
+#include "heads/plan.h"
 
 #include "base/launch.cuh"
 #include "heads/rotation.cuh"
@@ -11,15 +10,14 @@ namespace {
 
 // z = xhat * weight + bias, in place of the row's values.
 template <typename Lane>
-__device__ __forceinline__ void normalize_head(const HeadsParams& p, const HeadSide& side,
-                                               const Lane& lane, typename Lane::Values& values) {
+FUSED_DEVICE void normalize_head(const HeadsParams& p, const HeadSide& side, const Lane& lane,
+                                 typename Lane::Values& values) {
   lane.center(p, values);
   const float m2 = logical_warp_sum(lane.squares(values), p.lanes);
   const float rstd = MeanAndVariance::rstd(m2, p.inverse_cols.as<float>(), p.eps);
   lane.each([&](int v, int j) { values[v][j] *= rstd; });
   if (side.rounds) lane.round(values);
-  // It is loaded for each row anew: registers that held it meanwhile would leave room for fewer
-  // blocks.
+  // It is loaded for each row: registers that held it would leave room for fewer blocks.
   typename Lane::Values weight;
   lane.load_weight(weight, p, side);
   lane.each([&](int v, int j) { values[v][j] *= weight[v][j]; });
@@ -44,18 +42,15 @@ __global__ void __launch_bounds__(forward::kHeadThreads, forward::kHeadBlocks)
   const HeadTask task(p, side, kRounds, block * forward::kHeadWarps + threadIdx.x / kWarpSize);
 
   Vec<X, Lane::kWidth> x[kRounds][Lane::kVecs];
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
+  FUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
     const X* row =
         head_row(static_cast<const X*>(side.x), side.x_strides, task, task.head_of(side, round));
     lane.template load_row<Use::kOnce>(x[round], row, task.has_row(side, round));
   }
   const Rotation<Lane> rotation(p, lane, task.batch, task.seq);
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
+  FUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
     typename Lane::Values values;
-#pragma unroll
-    for (int v = 0; v < Lane::kVecs; ++v) unpack(values[v], x[round][v]);
+    FUSED_UNROLL for (int v = 0; v < Lane::kVecs; ++v) unpack(values[v], x[round][v]);
     if (p.statistic != HeadStatistic::kNone) normalize_head(p, side, lane, values);
     if (p.rotary > 0) rotation.apply(values);
     if (task.has_row(side, round)) {

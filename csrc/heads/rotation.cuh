@@ -11,8 +11,8 @@ namespace fused_layernorm {
 
 // The elements of a parameter of x's type or float32.
 template <typename X, int kWidth>
-__device__ __forceinline__ void load_floats(float (&values)[kWidth], const void* from, int64_t at,
-                                            bool is_float) {
+FUSED_DEVICE void load_floats(float (&values)[kWidth], const void* from, int64_t at,
+                              bool is_float) {
   if (is_float) {
     unpack(values, load<Use::kReadOnly, kWidth>(static_cast<const float*>(from) + at));
   } else {
@@ -34,12 +34,11 @@ struct HeadLane {
   int col[kVecs];
   bool has[kPairs];
 
-  __device__ __forceinline__ explicit HeadLane(const HeadsParams& p) {
+  FUSED_DEVICE explicit HeadLane(const HeadsParams& p) {
     const int lane = threadIdx.x % kWarpSize;
     first = lane & -p.lanes;
     const int turned = p.rotary / (2 * kWidth);
-#pragma unroll
-    for (int k = 0; k < kPairs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kPairs; ++k) {
       const int pair = lane - first + k * p.lanes;
       has[k] = pair < p.cols / (2 * kWidth);
       if (kInterleaved) {
@@ -56,60 +55,49 @@ struct HeadLane {
   }
 
   // Calls f(v, j) for the elements that the lane has.
-  template <typename F>
-  __device__ __forceinline__ void each(const F& f) const {
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
+  FUSED_DEVICE void each(const auto& f) const {
+    FUSED_UNROLL for (int v = 0; v < kVecs; ++v) {
       if (!has[v / 2]) continue;
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) f(v, j);
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) f(v, j);
     }
   }
 
   // Rounds to x's type. (Whole vectors: two elements take one instruction.)
-  __device__ __forceinline__ void round(Values& values) const {
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) unpack(values[v], round_to<X>(values[v]));
+  FUSED_DEVICE void round(Values& values) const {
+    FUSED_UNROLL for (int v = 0; v < kVecs; ++v) unpack(values[v], round_to<X>(values[v]));
   }
 
   // Loads a row; what the lane does not have is zero.
   template <Use kUse>
-  __device__ __forceinline__ void load_row(Vec<X, kWidth> (&row)[kVecs], const X* from,
-                                           bool has_row) const {
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) row[v].at[j] = from_acc<X>(0.0f);
+  FUSED_DEVICE void load_row(Vec<X, kWidth> (&row)[kVecs], const X* from, bool has_row) const {
+    FUSED_UNROLL for (int v = 0; v < kVecs; ++v) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) row[v].at[j] = from_acc<X>(0.0f);
       if (has_row && has[v / 2]) row[v] = load<kUse, kWidth>(from + col[v]);
     }
   }
 
-  __device__ __forceinline__ void store_row(X* to, const Values& values) const {
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
+  FUSED_DEVICE void store_row(X* to, const Values& values) const {
+    FUSED_UNROLL for (int v = 0; v < kVecs; ++v) {
       if (has[v / 2]) store_once<X, kWidth>(to + col[v], round_to<X>(values[v]));
     }
   }
 
   // A parameter of the columns, `absent` without one or where the lane has no columns.
-  __device__ __forceinline__ void load_parameter(Values& values, const void* from, bool is_float,
-                                                 float absent) const {
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[v][j] = absent;
+  FUSED_DEVICE void load_parameter(Values& values, const void* from, bool is_float,
+                                   float absent) const {
+    FUSED_UNROLL for (int v = 0; v < kVecs; ++v) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[v][j] = absent;
       if (from != nullptr && has[v / 2]) load_floats<X>(values[v], from, col[v], is_float);
     }
   }
 
-  __device__ __forceinline__ void load_weight(Values& weight, const HeadsParams& p,
-                                              const HeadSide& side) const {
+  FUSED_DEVICE void load_weight(Values& weight, const HeadsParams& p, const HeadSide& side) const {
     load_parameter(weight, side.weight, side.weight_is_float, 1);
     if (side.weight != nullptr) each([&](int v, int j) { weight[v][j] += p.weight_offset; });
   }
 
   // Subtracts the row's mean, if the statistic has one.
-  __device__ __forceinline__ void center(const HeadsParams& p, Values& values) const {
+  FUSED_DEVICE void center(const HeadsParams& p, Values& values) const {
     if (p.statistic != HeadStatistic::kLayer) return;
     const float pivot = MeanAndVariance::pivot<X>(Pair<float>{
         __shfl_sync(kFullWarp, values[0][0], first), __shfl_sync(kFullWarp, values[1][0], first)});
@@ -121,12 +109,10 @@ struct HeadLane {
   }
 
   // The lane's part of the sum of squares.
-  __device__ __forceinline__ float squares(const Values& values) const {
+  FUSED_DEVICE float squares(const Values& values) const {
     float sum[kVecs] = {};
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum[v] += values[v][j] * values[v][j];
+    FUSED_UNROLL for (int v = 0; v < kVecs; ++v) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) sum[v] += values[v][j] * values[v][j];
     }
     return tree_sum(sum);
   }
@@ -141,22 +127,19 @@ struct Rotation {
   bool turns[2 * kPairs];  // whether a vector is rotated
 
   // Of position `seq` of sample `batch`.
-  __device__ __forceinline__ Rotation(const HeadsParams& p, const Lane& lane, unsigned batch,
-                                      unsigned seq) {
+  FUSED_DEVICE Rotation(const HeadsParams& p, const Lane& lane, unsigned batch, unsigned seq) {
     const int64_t of_cos = batch * p.cos_strides.batch + seq * p.cos_strides.position;
     const int64_t of_sin = batch * p.sin_strides.batch + seq * p.sin_strides.position;
-#pragma unroll
-    for (int v = 0; v < 2 * kPairs; ++v) turns[v] = lane.has[v / 2] && lane.col[v] < p.rotary;
-#pragma unroll
-    for (int k = 0; k < kPairs; ++k) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int v = 0; v < 2 * kPairs; ++v) {
+      turns[v] = lane.has[v / 2] && lane.col[v] < p.rotary;
+    }
+    FUSED_UNROLL for (int k = 0; k < kPairs; ++k) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
         cos[k][j] = 1;
         sin[k][j] = 0;
       }
       if constexpr (Lane::kInterleaved) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        FUSED_UNROLL for (int half = 0; half < 2; ++half) {
           if (!turns[2 * k + half]) continue;
           const int col = lane.col[2 * k + half];
           load_half(cos[k], half, p, p.cos, of_cos, col);
@@ -169,15 +152,13 @@ struct Rotation {
         load_floats<typename Lane::X>(cos[k], p.cos, of_cos + at, p.angles_are_float);
         load_floats<typename Lane::X>(sin[k], p.sin, of_sin + at, p.angles_are_float);
       }
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) sin[k][j] *= p.sin_sign;
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) sin[k][j] *= p.sin_sign;
     }
   }
 
   // A pair (a, b) becomes (a cos - b sin, b cos + a sin).
-  __device__ __forceinline__ void apply(Values& values) const {
-#pragma unroll
-    for (int i = 0; i < kPairs * kWidth; ++i) {
+  FUSED_DEVICE void apply(Values& values) const {
+    FUSED_UNROLL for (int i = 0; i < kPairs * kWidth; ++i) {
       const int k = i / kWidth, j = i % kWidth;
       // Interleaved pairs: the first half of them is in the first vector, the others in the second.
       const int v = 2 * k + (Lane::kInterleaved ? 2 * j / kWidth : 0);
@@ -192,20 +173,17 @@ struct Rotation {
 
  private:
   // The angles of one vector of interleaved pairs: half as many as it has elements.
-  static __device__ __forceinline__ void load_half(float (&angles)[kWidth], int half,
-                                                   const HeadsParams& p, const void* from,
-                                                   int64_t row, int col) {
+  static FUSED_DEVICE void load_half(float (&angles)[kWidth], int half, const HeadsParams& p,
+                                     const void* from, int64_t row, int col) {
     constexpr int kHalf = kWidth / 2 > 0 ? kWidth / 2 : 1;
     float found[kWidth];
     if (p.doubled) {
       load_floats<typename Lane::X>(found, from, row + col, p.angles_are_float);
-#pragma unroll
-      for (int j = 0; j < kHalf; ++j) angles[half * kHalf + j] = found[2 * j];
+      FUSED_UNROLL for (int j = 0; j < kHalf; ++j) angles[half * kHalf + j] = found[2 * j];
     } else {
       float few[kHalf];
       load_floats<typename Lane::X>(few, from, row + col / 2, p.angles_are_float);
-#pragma unroll
-      for (int j = 0; j < kHalf; ++j) angles[half * kHalf + j] = few[j];
+      FUSED_UNROLL for (int j = 0; j < kHalf; ++j) angles[half * kHalf + j] = few[j];
     }
   }
 };
@@ -216,8 +194,7 @@ struct HeadTask {
   unsigned head;  // of the first round
   bool has;       // whether there is such a position
 
-  __device__ __forceinline__ HeadTask(const HeadsParams& p, const HeadSide& side, int rounds,
-                                      unsigned task) {
+  FUSED_DEVICE HeadTask(const HeadsParams& p, const HeadSide& side, int rounds, unsigned task) {
     const unsigned set = task / static_cast<unsigned>(side.chunks);
     const unsigned chunk = task - set * side.chunks;
     // Shifts, as divisions by these powers of two would take as long as several elements do.
@@ -231,18 +208,17 @@ struct HeadTask {
     head = (chunk * rounds << log2_at_once) + (group & (side.at_once - 1));
   }
   // The head that the lane has in a round, which may be beyond the last.
-  __device__ __forceinline__ unsigned head_of(const HeadSide& side, int round) const {
+  FUSED_DEVICE unsigned head_of(const HeadSide& side, int round) const {
     return head + round * side.at_once;
   }
   // Whether the lane has a row in a round.
-  __device__ __forceinline__ bool has_row(const HeadSide& side, int round) const {
+  FUSED_DEVICE bool has_row(const HeadSide& side, int round) const {
     return has && head_of(side, round) < static_cast<unsigned>(side.heads);
   }
 };
 
 template <typename T>
-__device__ __forceinline__ T* head_row(T* base, const HeadStrides& strides, const HeadTask& task,
-                                       unsigned head) {
+FUSED_DEVICE T* head_row(T* base, const HeadStrides& strides, const HeadTask& task, unsigned head) {
   return base + (task.batch * strides.batch + task.seq * strides.position + head * strides.head);
 }
 
@@ -252,8 +228,7 @@ struct OfLane {
 };
 
 // Calls launch(OfLane{}) with the HeadLane that a plan's rows need.
-template <typename Launcher>
-cudaError_t dispatch_heads(const HeadsParams& params, int width, const Launcher& launch) {
+cudaError_t dispatch_heads(const HeadsParams& params, int width, const auto& launch) {
   const auto with_type = [&](auto of_type) {
     using X = decltype(of_type);
     constexpr int kWidth = vector_width(sizeof(X));

@@ -34,13 +34,13 @@ constexpr double kLn2 = 0.69314718055994530942;
 
 // These take one instruction each. Unlike exp2f() and a division, they take no care at the ends of
 // the range: subnormal arguments and results count as 0, and results that are too great are Inf.
-__device__ __forceinline__ float exp2_approx(float x) {
+FUSED_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-__device__ __forceinline__ float reciprocal_approx(float x) {
+FUSED_DEVICE float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -48,10 +48,9 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 
 // The coefficients begin with that of the highest power.
 template <int kCount>
-__device__ __forceinline__ float polynomial(float x, const float (&coefficients)[kCount]) {
+FUSED_DEVICE float polynomial(float x, const float (&coefficients)[kCount]) {
   float p = coefficients[0];
-#pragma unroll
-  for (int k = 1; k < kCount; ++k) p = fmaf(p, x, coefficients[k]);
+  FUSED_UNROLL for (int k = 1; k < kCount; ++k) p = fmaf(p, x, coefficients[k]);
   return p;
 }
 
@@ -67,7 +66,7 @@ __device__ __forceinline__ float polynomial(float x, const float (&coefficients)
 // |z| is bounded because for z = Inf the product Inf * 0 would be NaN. z + |z| is NaN for NaN and
 // for -Inf, as PyTorch's gelu is.
 template <typename Y>
-__device__ __forceinline__ float twice_gelu(float z) {
+FUSED_DEVICE float twice_gelu(float z) {
   // The coarse P is lowest, at -100, where u is 13.3.
   const float u = fminf(fabsf(z), kCoarseFor<Y, float> ? 13.3f : 20.0f);
   float p;
@@ -94,12 +93,12 @@ __device__ __noinline__ double twice_gelu(double z) {
 // gelu'. There is no coarse grade for a half-precision y: the gradient of a float32 weight shows an
 // error of 4e-8 where many z are near one value.
 template <typename Y>
-__device__ __forceinline__ float gelu_gradient(float dy, float z) {
+FUSED_DEVICE float gelu_gradient(float dy, float z) {
   const float u = fabsf(z);
   const float e = exp2_approx(u * fmaf(-0.687904835f, u, -1.31787086f));
-  // u is bounded so that g stays finite, because Inf * 0 is NaN. Because g * u
-  // could still overflow, g is first multiplied by e, which is 0 for great u. The result is NaN
-  // only for u = Inf, as in PyTorch.
+  // u is bounded so that g stays finite, because Inf * 0 is NaN. As g * u could overflow, g is
+  // first multiplied by e, which is 0 for great u. The result is NaN only for u = Inf, as in
+  // PyTorch.
   const float g = polynomial(fminf(u, 64.0f),
                              {-1.72557091e-04f, -5.76253457e-04f, -9.5763607e-03f, -3.5259936e-02f,
                               -1.66030943e-01f, -2.81837791e-01f, -3.4114489e-01f});
@@ -120,13 +119,13 @@ struct Logistic {
 
 // Both are computed from e = exp(-x). For e = Inf, e * s is NaN, and __saturatef() makes it 0. The
 // right complement would be 1, but beside a value of 0 a complement of 0 is as good.
-__device__ __forceinline__ Logistic<float> coarse_logistic(float e) {
+FUSED_DEVICE Logistic<float> coarse_logistic(float e) {
   const float s = reciprocal_approx(1.0f + e);
   return {s, __saturatef(e * s)};
 }
 
 // One step of Newton's method removes RCP's error. e must be finite; the value is 0 from 2^126 on.
-__device__ __forceinline__ Logistic<float> fine_logistic(float e) {
+FUSED_DEVICE Logistic<float> fine_logistic(float e) {
   const float d = 1.0f + e;
   const float r = reciprocal_approx(d);
   const float s = fmaf(fmaf(-d, r, 1.0f), r, r);
@@ -134,7 +133,7 @@ __device__ __forceinline__ Logistic<float> fine_logistic(float e) {
 }
 
 template <typename Y>
-__device__ __forceinline__ Logistic<float> logistic(float x) {
+FUSED_DEVICE Logistic<float> logistic(float x) {
   constexpr float kMinusLog2E = -kLog2E, kMinusLn2 = -kLn2;
   if constexpr (kCoarseFor<Y, float>) {
     return coarse_logistic(exp2_approx(x * kMinusLog2E));
@@ -155,16 +154,15 @@ __device__ __noinline__ Logistic<double> logistic(double x) {
   return x < 0.0 ? Logistic<double>{e * r, r} : Logistic<double>{r, e * r};
 }
 
-// silu(z) = z s(z). Instructions: 6, 11. In the coarse grade the relative error of exp(-z) is at
-// most 6e-8 |z|.
+// silu(z) = z s(z). Instructions: 6, 11. The coarse relative error of exp(-z) is 6e-8 |z|.
 template <typename Y, typename Acc>
-__device__ __forceinline__ Acc silu(Acc z) {
+FUSED_DEVICE Acc silu(Acc z) {
   return z * logistic<Y>(z).value;
 }
 
 // dy * silu'(z). Instructions: 9, 14.
 template <typename Y, typename Acc>
-__device__ __forceinline__ Acc silu_gradient(Acc dy, Acc z) {
+FUSED_DEVICE Acc silu_gradient(Acc dy, Acc z) {
   const Logistic<Acc> s = logistic<Y>(z);
   return dy * s.value * (Acc(1) + s.complement * z);
 }
@@ -178,10 +176,9 @@ struct GeluTanh {
   Logistic<float> s;
 };
 
-// tanh.approx would take one instruction instead of four, but its error of 2^-11 is more than half
-// precision allows.
+// tanh.approx would save three instructions, but its error of 2^-11 is too great.
 template <typename Y>
-__device__ __forceinline__ GeluTanh gelu_tanh_parts(float z) {
+FUSED_DEVICE GeluTanh gelu_tanh_parts(float z) {
   constexpr float kA = -kLog2E * kGeluTanhA, kB = -kLog2E * kGeluTanhB;
   const float w = z * fmaf(z * z, kB, kA);
   if constexpr (kCoarseFor<Y, float>) {
@@ -193,7 +190,7 @@ __device__ __forceinline__ GeluTanh gelu_tanh_parts(float z) {
 
 // Instructions: 8, 11. The relative error of exp(-x) is at most 2e-7 |x|.
 template <typename Y>
-__device__ __forceinline__ float gelu_tanh(float z) {
+FUSED_DEVICE float gelu_tanh(float z) {
   return z * gelu_tanh_parts<Y>(z).s.value;
 }
 
@@ -211,7 +208,7 @@ constexpr Acc kGeluTanhGradientFactor = std::is_same_v<Acc, float> ? Acc(2 * kGe
 // gelu_tanh'(z) = s (1 + (1 - s) z x'), where z x' = z (a + 3 b z^2) = 3 x - 2 a z. The coarse
 // grade computes z x' from x, with three times the error of x; divided by 2 a, this takes one fmaf.
 template <typename Y>
-__device__ __forceinline__ float gelu_tanh_gradient(float dy, float z) {
+FUSED_DEVICE float gelu_tanh_gradient(float dy, float z) {
   constexpr float kOne = 1 / (2 * kGeluTanhA);
   constexpr float kX = -3 * kLn2 / (2 * kGeluTanhA), kB = 3 * kGeluTanhB / (2 * kGeluTanhA);
   const GeluTanh parts = gelu_tanh_parts<Y>(z);
@@ -227,7 +224,7 @@ __device__ __noinline__ double gelu_tanh_gradient(double dy, double z) {
 }
 
 // A NaN stays NaN. Instructions: 2.
-__device__ __forceinline__ float relu(float z) {
+FUSED_DEVICE float relu(float z) {
 #if __CUDA_ARCH__ >= 800
   float y;
   asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(z));
@@ -237,17 +234,16 @@ __device__ __forceinline__ float relu(float z) {
 #endif
 }
 
-__device__ __forceinline__ double relu(double z) { return z < 0.0 ? 0.0 : z; }
+FUSED_DEVICE double relu(double z) { return z < 0.0 ? 0.0 : z; }
 
 // values = activation(values) * scale. The switch stands outside the loop: there is one branch a
 // vector, uniform over the grid. GELU is tested in front of the switch, and the tested value is
 // hidden from the compiler, which would otherwise make one table of jumps of the test and the
 // switch: nine instructions a vector, where a bfloat16 element has some 28 in all.
 template <typename Y, typename Acc, int kWidth>
-__device__ __forceinline__ void activate(Acc (&values)[kWidth], Activation activation, Acc scale) {
+FUSED_DEVICE void activate(Acc (&values)[kWidth], Activation activation, Acc scale) {
   const auto each = [&](Acc factor, const auto& f) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = f(values[j]) * factor;
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] = f(values[j]) * factor;
   };
   auto hidden = static_cast<int32_t>(activation);
   asm("" : "+r"(hidden));
@@ -269,11 +265,10 @@ __device__ __forceinline__ void activate(Acc (&values)[kWidth], Activation activ
 
 // dy = dy * scale * activation'(z), from z = xhat * weight + bias.
 template <typename Y, typename Acc, int kWidth>
-__device__ __forceinline__ void activate_backward(Acc (&dy)[kWidth], const Acc (&z)[kWidth],
-                                                  Activation activation, Acc scale) {
+FUSED_DEVICE void activate_backward(Acc (&dy)[kWidth], const Acc (&z)[kWidth],
+                                    Activation activation, Acc scale) {
   const auto each = [&](Acc factor, const auto& f) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) dy[j] = f(dy[j] * factor, z[j]);
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) dy[j] = f(dy[j] * factor, z[j]);
   };
   switch (activation) {
     case Activation::kNone:

@@ -10,17 +10,15 @@ namespace fused_layernorm {
 // Adds the offset to weight and rounds xhat, as a weight that is not plain wants it. X says which
 // types xhat may be rounded to: its own if it is of half precision, or either one if it is float32.
 template <typename X, typename Acc, int kWidth>
-__device__ __forceinline__ void adjust_weight(const ForwardParams& p, Acc (&xhat)[kWidth],
-                                              Acc (&weight)[kWidth]) {
+FUSED_DEVICE void adjust_weight(const ForwardParams& p, Acc (&xhat)[kWidth],
+                                Acc (&weight)[kWidth]) {
   const Acc offset = p.weight_offset.as<Acc>();
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) weight[j] += offset;
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) weight[j] += offset;
   const auto round_xhat = [&](auto half, bool wanted) {
     using Half = decltype(half);
     Acc rounded[kWidth];
     unpack(rounded, round_to<Half>(xhat));
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) xhat[j] = wanted ? rounded[j] : xhat[j];
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) xhat[j] = wanted ? rounded[j] : xhat[j];
   };
   if constexpr (sizeof(X) == 2) {
     round_xhat(X{}, p.xhat_rounding != XhatRounding::kNone);
@@ -40,11 +38,11 @@ struct LateParameters {
   const Share& share;
 
   template <Use kUse = Use::kReadOnly>
-  __device__ __forceinline__ auto factor(int k) const {
+  FUSED_DEVICE auto factor(int k) const {
     return load_share<kWidth, kUse>(columns.factor, share, k);
   }
   template <Use kUse = Use::kReadOnly>
-  __device__ __forceinline__ auto summand(int k) const {
+  FUSED_DEVICE auto summand(int k) const {
     return load_share<kWidth, kUse>(columns.summand, share, k);
   }
 };
@@ -55,22 +53,20 @@ struct EarlyParameters {
   Vec<W, kWidth> weights[kVecs], biases[kVecs];
 
   template <typename Share>
-  __device__ __forceinline__ explicit EarlyParameters(const LateParameters<W, kWidth, Share>&) {}
+  FUSED_DEVICE explicit EarlyParameters(const LateParameters<W, kWidth, Share>&) {}
   template <typename Share>
-  __device__ __forceinline__ void load(const LateParameters<W, kWidth, Share>& parameters) {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+  FUSED_DEVICE void load(const LateParameters<W, kWidth, Share>& parameters) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       weights[k] = parameters.template factor<kUse>(k);
       biases[k] = parameters.template summand<kUse>(k);
     }
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
+    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
       hold(weights[k]);
       hold(biases[k]);
     }
   }
-  __device__ __forceinline__ const Vec<W, kWidth>& factor(int k) const { return weights[k]; }
-  __device__ __forceinline__ const Vec<W, kWidth>& summand(int k) const { return biases[k]; }
+  FUSED_DEVICE const Vec<W, kWidth>& factor(int k) const { return weights[k]; }
+  FUSED_DEVICE const Vec<W, kWidth>& summand(int k) const { return biases[k]; }
 };
 
 // An affine policy has
@@ -86,44 +82,40 @@ struct ColumnAffine {
   static constexpr bool kModulates = false;
 
   template <typename W>
-  static __device__ __forceinline__ ColumnParameters<W> row(const ForwardParams& p, int64_t,
-                                                            int first_col) {
+  static FUSED_DEVICE ColumnParameters<W> row(const ForwardParams& p, int64_t, int first_col) {
     return {p.weight, p.bias, first_col};
   }
-  template <typename Body>
-  static __device__ __forceinline__ void for_row(const ForwardParams&, const Body& body) {
-    body(ColumnAffine{});
-  }
+  static FUSED_DEVICE void for_row(const ForwardParams&, const auto& body) { body(ColumnAffine{}); }
   template <typename Acc>
-  static __device__ __forceinline__ Acc apply(Acc xhat, Acc weight, Acc bias) {
+  static FUSED_DEVICE Acc apply(Acc xhat, Acc weight, Acc bias) {
     return xhat * weight + bias;
   }
-  template <typename Acc, int kWidth, typename Columns>
-  static __device__ __forceinline__ void apply(const ForwardParams&, Acc (&values)[kWidth],
-                                               const Acc (&weight)[kWidth],
-                                               const Acc (&bias)[kWidth], const Columns&) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = apply(values[j], weight[j], bias[j]);
+  template <typename Acc, int kWidth>
+  static FUSED_DEVICE void apply(const ForwardParams&, Acc (&values)[kWidth],
+                                 const Acc (&weight)[kWidth], const Acc (&bias)[kWidth],
+                                 const auto&) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] = apply(values[j], weight[j], bias[j]);
   }
 };
 
 // xhat * (1 + scale) + shift.
 struct Modulate {
-  template <typename Acc, int kWidth, typename Columns>
-  static __device__ __forceinline__ void apply(const ForwardParams&, Acc (&values)[kWidth],
-                                               const Acc (&scale)[kWidth],
-                                               const Acc (&shift)[kWidth], const Columns&) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = values[j] * (Acc(1) + scale[j]) + shift[j];
+  template <typename Acc, int kWidth>
+  static FUSED_DEVICE void apply(const ForwardParams&, Acc (&values)[kWidth],
+                                 const Acc (&scale)[kWidth], const Acc (&shift)[kWidth],
+                                 const auto&) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+      values[j] = values[j] * (Acc(1) + scale[j]) + shift[j];
+    }
   }
 };
 
 // (xhat * weight + bias) * (1 + scale) + shift.
 struct AffineAndModulate {
-  template <typename Acc, int kWidth, typename Columns>
-  static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth],
-                                               const Acc (&scale)[kWidth],
-                                               const Acc (&shift)[kWidth], const Columns& columns) {
+  template <typename Acc, int kWidth>
+  static FUSED_DEVICE void apply(const ForwardParams& p, Acc (&values)[kWidth],
+                                 const Acc (&scale)[kWidth], const Acc (&shift)[kWidth],
+                                 const auto& columns) {
     Acc weight[kWidth], bias[kWidth];
     unpack(weight, columns(p.weight, Absent::kOnes));
     unpack(bias, columns(p.bias, Absent::kZeros));
@@ -132,36 +124,32 @@ struct AffineAndModulate {
   }
 };
 
-// Modulate or AffineAndModulate, with shift and scale of the row's group. The two parameters that a
-// row's loops load are scale and shift; weight and bias, which such norms seldom have, are loaded
-// where they are used.
+// Modulate or AffineAndModulate, with shift and scale of the row's group: a row's loops load these
+// two, and weight and bias, which such norms seldom have, where they are used.
 struct MayBeAffineAndModulate {
   static constexpr bool kModulates = true;
   static constexpr bool kOfRows = false;
 
   template <typename W>
-  static __device__ __forceinline__ ColumnParameters<W> row(const ForwardParams& p, int64_t row,
-                                                            int first_col) {
+  static FUSED_DEVICE ColumnParameters<W> row(const ForwardParams& p, int64_t row, int first_col) {
     return of_row<W>(p.modulation, row, first_col);
   }
   template <typename W>
-  static __device__ __forceinline__ ColumnParameters<W> of_row(const Modulation& m, int64_t row,
-                                                               int first_col) {
+  static FUSED_DEVICE ColumnParameters<W> of_row(const Modulation& m, int64_t row, int first_col) {
     return {row_parameter<W>(m.scale, m.scale_rows, row, first_col, Absent::kZeros),
             row_parameter<W>(m.shift, m.shift_rows, row, first_col, Absent::kZeros)};
   }
-  template <typename Body>
-  static __device__ __forceinline__ void for_row(const ForwardParams& p, const Body& body) {
+  static FUSED_DEVICE void for_row(const ForwardParams& p, const auto& body) {
     if (p.weight != nullptr || p.bias != nullptr) {
       body(AffineAndModulate{});
     } else {
       body(Modulate{});
     }
   }
-  template <typename Acc, int kWidth, typename Columns>
-  static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth],
-                                               const Acc (&scale)[kWidth],
-                                               const Acc (&shift)[kWidth], const Columns& columns) {
+  template <typename Acc, int kWidth>
+  static FUSED_DEVICE void apply(const ForwardParams& p, Acc (&values)[kWidth],
+                                 const Acc (&scale)[kWidth], const Acc (&shift)[kWidth],
+                                 const auto& columns) {
     for_row(p, [&](auto affine) { affine.apply(p, values, scale, shift, columns); });
   }
 };

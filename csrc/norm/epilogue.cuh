@@ -3,10 +3,9 @@
 // have it are also those of a weight that is not plain (adjust_weight() in affine.cuh), which is as
 // seldom wanted as an activation: before_affine() adjusts xhat and weight before the affine map.
 //
-// The kind of activation is tested at run time: a kernel has the code of all activations, and those
-// that are not wanted cost nothing, because a branch skips them. But launches without an activation
-// are slower with this code, so there are kernels without it. These policies say whether a kernel
-// has it.
+// The kind of activation is tested at run time: a kernel has the code of all, and a branch skips
+// those that are not wanted. But launches without an activation are slower with this code, so there
+// are kernels without it. These policies say whether a kernel has it.
 #pragma once
 
 #include "norm/activation.cuh"
@@ -20,14 +19,10 @@ struct Identity {
   static constexpr bool kMayActivate = false;
 
   template <typename X, typename Acc, int kWidth>
-  static __device__ __forceinline__ void before_affine(const ForwardParams&, Acc (&)[kWidth],
-                                                       Acc (&)[kWidth]) {}
+  static FUSED_DEVICE void before_affine(const ForwardParams&, Acc (&)[kWidth], Acc (&)[kWidth]) {}
   template <typename Y, typename Acc, int kWidth>
-  static __device__ __forceinline__ void apply(const ForwardParams&, Acc (&)[kWidth]) {}
-  template <typename Body>
-  static __device__ __forceinline__ void for_row(const ForwardParams&, const Body& body) {
-    body(Identity{});
-  }
+  static FUSED_DEVICE void apply(const ForwardParams&, Acc (&)[kWidth]) {}
+  static FUSED_DEVICE void for_row(const ForwardParams&, const auto& body) { body(Identity{}); }
 };
 
 // Weight is plain, and there is an activation or a scale.
@@ -35,7 +30,7 @@ struct ActivateOnly : Identity {
   static constexpr bool kBranches = true;
 
   template <typename Y, typename Acc, int kWidth>
-  static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
+  static FUSED_DEVICE void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
     activate<Y>(values, p.activation, p.scale.as<Acc>());
   }
 };
@@ -45,33 +40,27 @@ struct AdjustWeight {
   static constexpr bool kBranches = true;
 
   template <typename X, typename Acc, int kWidth>
-  static __device__ __forceinline__ void before_affine(const ForwardParams& p, Acc (&xhat)[kWidth],
-                                                       Acc (&weight)[kWidth]) {
+  static FUSED_DEVICE void before_affine(const ForwardParams& p, Acc (&xhat)[kWidth],
+                                         Acc (&weight)[kWidth]) {
     adjust_weight<X>(p, xhat, weight);
   }
   template <typename Y, typename Acc, int kWidth>
-  static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
-    if (p.activates) activate<Y>(values, p.activation, p.scale.as<Acc>());
+  static FUSED_DEVICE void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
+    if (p.activates) ActivateOnly::apply<Y>(p, values);
   }
 };
 
 // There is an activation or a scale, or weight is not plain.
-struct Activate {
-  static constexpr bool kBranches = true;
+struct Activate : ActivateOnly {
   static constexpr bool kMayActivate = true;
 
   template <typename X, typename Acc, int kWidth>
-  static __device__ __forceinline__ void before_affine(const ForwardParams& p, Acc (&xhat)[kWidth],
-                                                       Acc (&weight)[kWidth]) {
+  static FUSED_DEVICE void before_affine(const ForwardParams& p, Acc (&xhat)[kWidth],
+                                         Acc (&weight)[kWidth]) {
     if (!p.plain_weight) adjust_weight<X>(p, xhat, weight);
   }
-  template <typename Y, typename Acc, int kWidth>
-  static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
-    ActivateOnly::apply<Y>(p, values);
-  }
   // Calls the body with the policy that applies, so that it is chosen outside the row's loop.
-  template <typename Body>
-  static __device__ __forceinline__ void for_row(const ForwardParams& p, const Body& body) {
+  static FUSED_DEVICE void for_row(const ForwardParams& p, const auto& body) {
     if (p.plain_weight) {
       body(ActivateOnly{});
     } else {
@@ -81,21 +70,14 @@ struct Activate {
 };
 
 // Either of the two: params.has_epilogue says which.
-struct MayActivate {
+struct MayActivate : Activate {
   static constexpr bool kBranches = false;
-  static constexpr bool kMayActivate = true;
 
-  template <typename X, typename Acc, int kWidth>
-  static __device__ __forceinline__ void before_affine(const ForwardParams& p, Acc (&xhat)[kWidth],
-                                                       Acc (&weight)[kWidth]) {
-    Activate::before_affine<X>(p, xhat, weight);
-  }
   template <typename Y, typename Acc, int kWidth>
-  static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
-    if (p.activates) Activate::apply<Y>(p, values);
+  static FUSED_DEVICE void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
+    if (p.activates) ActivateOnly::apply<Y>(p, values);
   }
-  template <typename Body>
-  static __device__ __forceinline__ void for_row(const ForwardParams& p, const Body& body) {
+  static FUSED_DEVICE void for_row(const ForwardParams& p, const auto& body) {
     if (p.has_epilogue) {
       Activate::for_row(p, body);
     } else {

@@ -31,17 +31,17 @@ struct Norm {
   // y of `kWidth` columns from x, the last step of every forward kernel. `EpilogueOfRow` and
   // `AffineOfRow` are the policies, or what their for_row() made of them.
   template <typename EpilogueOfRow, typename AffineOfRow, int kWidth, typename Columns = NoColumns>
-  static __device__ __forceinline__ Vec<Y, kWidth> finish(const ForwardParams& p,
-                                                          const Vec<X, kWidth>& x, Acc mean,
-                                                          Acc rstd, const Vec<W, kWidth>& weight,
-                                                          const Vec<W, kWidth>& bias,
-                                                          const Columns& columns = {}) {
+  static FUSED_DEVICE Vec<Y, kWidth> finish(const ForwardParams& p, const Vec<X, kWidth>& x,
+                                            Acc mean, Acc rstd, const Vec<W, kWidth>& weight,
+                                            const Vec<W, kWidth>& bias,
+                                            const Columns& columns = {}) {
     Acc values[kWidth], w[kWidth], b[kWidth];
     unpack(values, x);
     unpack(w, weight);
     unpack(b, bias);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = Statistic::normalize(values[j], mean, rstd);
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+      values[j] = Statistic::normalize(values[j], mean, rstd);
+    }
     if constexpr (!Affine::kModulates) EpilogueOfRow::template before_affine<X>(p, values, w);
     AffineOfRow::apply(p, values, w, b, columns);
     EpilogueOfRow::template apply<Y>(p, values);
@@ -58,8 +58,7 @@ constexpr bool kIsBare =
 template <typename N>
 constexpr bool kIsBareOfOneType = kIsBare<N> && kIsOneType<typename N::Types>;
 
-// The columns of a piece. Forward moves a row in pieces where each thread has kVecs vectors of it
-// in registers.
+// The columns of a piece, in which forward moves a row's kVecs vectors of a thread.
 template <typename N, int kVecs>
 constexpr int kRowWidth = row_width(sizeof(typename N::X), sizeof(typename N::W),
                                     sizeof(typename N::Y), kVecs, kIsBare<N>);
@@ -71,7 +70,7 @@ struct ForwardRow {
   ColumnParameters<typename N::W> parameters;
   typename N::Y* y;
 
-  __device__ __forceinline__ ForwardRow(const ForwardParams& p, int64_t row, int first_col)
+  FUSED_DEVICE ForwardRow(const ForwardParams& p, int64_t row, int first_col)
       : x(p, row, first_col),
         parameters(N::Affine::template row<typename N::W>(p, row, first_col)),
         y(static_cast<typename N::Y*>(p.y) + (row * p.cols + first_col)) {}
@@ -82,11 +81,10 @@ using NormOf = Norm<T, MeanAndVariance, Prologue, Affine, Epilogue>;
 
 // The norms that there are kernels for.
 //
-// What is fused costs registers, and so a kernel that computes less is faster: for common types
-// there is a kernel for the bare norm, one for an epilogue, and one for a residual, which may have
-// an epilogue as well. But each is some 20 KB in the binary. So types that few models have, and
-// shifted rows, have one kernel for all that is fused beside the bare one. Shifted rows of such
-// types have the former alone.
+// What is fused costs registers: for common types there is a kernel for the bare norm, one for an
+// epilogue, and one for a residual, which may have an epilogue as well. But each is some 20 KB in
+// the binary. So types that few models have, and shifted rows, have one kernel for all that is
+// fused beside the bare one, and shifted rows of such types the former alone.
 template <typename T>
 using BareForward = NormOf<T, Plain, Identity>;
 template <typename T>
@@ -97,8 +95,8 @@ using SharedForward = NormOf<T, MayAdd, MayActivate>;
 template <typename T, typename Prologue, typename Affine = MayBeAffineAndModulate>
 using ModulatedForward = NormOf<T, Prologue, Identity, Affine>;
 
-template <typename T, bool kShifted, typename Launcher>
-cudaError_t dispatch_forward_modulated(const ForwardParams& p, const Launcher& launch) {
+template <typename T, bool kShifted>
+cudaError_t dispatch_forward_modulated(const ForwardParams& p, const auto& launch) {
   if constexpr (!has_modulated_forward(kTypeOf<typename T::X>, kTypeOf<typename T::W>,
                                        kTypeOf<typename T::Y>, kShifted)) {
     return cudaErrorInvalidValue;
@@ -110,8 +108,8 @@ cudaError_t dispatch_forward_modulated(const ForwardParams& p, const Launcher& l
   }
 }
 
-template <typename T, bool kShifted, typename Launcher>
-cudaError_t dispatch_forward(const ForwardParams& p, const Launcher& launch) {
+template <typename T, bool kShifted>
+cudaError_t dispatch_forward(const ForwardParams& p, const auto& launch) {
   if (p.is_modulated) return dispatch_forward_modulated<T, kShifted>(p, launch);
   if constexpr (kShifted && !kIsCommon<T>) {
     return launch(SharedForward<T>{});
@@ -126,8 +124,8 @@ cudaError_t dispatch_forward(const ForwardParams& p, const Launcher& launch) {
 }
 
 // Forward of strategies that take neither a residual nor a modulation.
-template <typename T, typename Launcher>
-cudaError_t dispatch_forward_plain(const ForwardParams& p, const Launcher& launch) {
+template <typename T>
+cudaError_t dispatch_forward_plain(const ForwardParams& p, const auto& launch) {
   if (p.residual != nullptr || p.is_modulated) return cudaErrorInvalidValue;
   if (p.has_epilogue) return launch(NormOf<T, Plain, Activate>{});
   return launch(BareForward<T>{});
@@ -143,16 +141,16 @@ constexpr bool kIsBareBackward =
     !N::Prologue::kMayAdd && !N::Epilogue::kMayActivate && !N::Affine::kModulates;
 
 // Backward of strategies that share one kernel for all that is fused.
-template <typename T, typename Launcher>
-cudaError_t dispatch_backward_shared(const BackwardParams& p, const Launcher& launch) {
+template <typename T>
+cudaError_t dispatch_backward_shared(const BackwardParams& p, const auto& launch) {
   if (p.is_modulated) return cudaErrorInvalidValue;
   const bool bare = p.dresidual == nullptr && !p.has_epilogue;
   return bare ? launch(BareBackward<T>{}) : launch(SharedBackward<T>{});
 }
 
 // Backward of strategies that have a separate kernel for an epilogue alone, if types are common.
-template <typename T, typename Launcher>
-cudaError_t dispatch_backward(const BackwardParams& p, const Launcher& launch) {
+template <typename T>
+cudaError_t dispatch_backward(const BackwardParams& p, const auto& launch) {
   if (p.is_modulated) return cudaErrorInvalidValue;
   if constexpr (kIsCommon<T>) {
     if (p.dresidual == nullptr && p.has_epilogue) {

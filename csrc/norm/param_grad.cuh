@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of the parameters: where dweight and dbias of a set of rows go, or dscale and
-// dshift of a group of rows.
+// The gradients of parameters: where sums over a set, or a group, of rows go.
 #pragma once
 
 #include "base/partial_sums.h"
@@ -19,8 +18,8 @@ struct ParamGradSink {
   Acc* dweight_partial;
   Acc* dbias_partial;
 
-  __device__ __forceinline__ ParamGradSink(const BackwardParams& p,
-                                           const backward::PartialSums& partials, int set)
+  FUSED_DEVICE ParamGradSink(const BackwardParams& p, const backward::PartialSums& partials,
+                             int set)
       : dweight(static_cast<W*>(p.dweight)),
         dbias(static_cast<W*>(p.dbias)),
         dweight_partial(nullptr),
@@ -32,11 +31,10 @@ struct ParamGradSink {
     }
   }
 
-  __device__ __forceinline__ bool wanted() const { return dweight || dbias; }
+  FUSED_DEVICE bool wanted() const { return dweight || dbias; }
 
   template <int kWidth>
-  __device__ __forceinline__ void store(int col, const Acc (&dw)[kWidth],
-                                        const Acc (&db)[kWidth]) const {
+  FUSED_DEVICE void store(int col, const Acc (&dw)[kWidth], const Acc (&db)[kWidth]) const {
     if (dweight_partial != nullptr) {
       fused_layernorm::store<Acc, kWidth>(dweight_partial + col, round_to<Acc>(dw));
       fused_layernorm::store<Acc, kWidth>(dbias_partial + col, round_to<Acc>(db));
@@ -50,8 +48,7 @@ struct ParamGradSink {
 // Stores a vector of a gradient: in type W, or in the arithmetic's type (`is_wide`), as a float32
 // parameter beside half precision has it, and as further sums want it.
 template <typename W, typename Acc, int kWidth>
-__device__ __forceinline__ void store_gradient(void* out, bool is_wide, int64_t at,
-                                               const Acc (&values)[kWidth]) {
+FUSED_DEVICE void store_gradient(void* out, bool is_wide, int64_t at, const Acc (&values)[kWidth]) {
   if (is_wide) {
     store_once<Acc, kWidth>(static_cast<Acc*>(out) + at, round_to<Acc>(values));
   } else {
@@ -64,43 +61,40 @@ __device__ __forceinline__ void store_gradient(void* out, bool is_wide, int64_t 
 struct GroupRange {
   uint32_t begin, end, group_rows;
 
-  __device__ __forceinline__ GroupRange(const BackwardParams& p, int set, int sets)
+  FUSED_DEVICE GroupRange(const BackwardParams& p, int set, int sets)
       : GroupRange(p.rows, p.group_rows, set, sets) {}
-  __device__ __forceinline__ GroupRange(int64_t rows, int64_t rows_of_group, int set, int sets)
+  FUSED_DEVICE GroupRange(int64_t rows, int64_t rows_of_group, int set, int sets)
       : begin(static_cast<uint32_t>(set * rows / sets)),
         end(static_cast<uint32_t>((set + int64_t{1}) * rows / sets)),
         group_rows(static_cast<uint32_t>(rows_of_group)) {}
 
-  __device__ __forceinline__ uint32_t group_of(uint32_t row) const { return row / group_rows; }
+  FUSED_DEVICE uint32_t group_of(uint32_t row) const { return row / group_rows; }
   // One past the last row of this range that belongs to the group of `row`.
-  __device__ __forceinline__ uint32_t end_of_group(uint32_t row) const {
+  FUSED_DEVICE uint32_t end_of_group(uint32_t row) const {
     return min((row / group_rows + 1) * group_rows, end);
   }
 };
 
-// Where the sums of one part go, from the `first` of [dscale, dshift, dgate] on: to its place among
-// the partial sums in the workspace.
+// Where one part's sums go, from the `first` of [dscale, dshift, dgate] on: the workspace.
 template <typename N>
 struct PartSink {
   using Acc = typename N::Acc;
   Acc* at;
   Acc* next;  // of the next sum
 
-  __device__ __forceinline__ PartSink(const BackwardParams& p,
-                                      const backward::PartialSums& partials, int64_t part,
-                                      int first = 0) {
+  FUSED_DEVICE PartSink(const BackwardParams& p, const backward::PartialSums& partials,
+                        int64_t part, int first = 0) {
     auto* sums = reinterpret_cast<Acc*>(static_cast<char*>(p.workspace) + partials.offset);
     at = sums + (int64_t{first} * partials.count + part) * p.cols;
     next = sums + (int64_t{first + 1} * partials.count + part) * p.cols;
   }
   template <int kWidth>
-  __device__ __forceinline__ void store(int col, const Acc (&by_xhat)[kWidth],
-                                        const Acc (&alone)[kWidth]) const {
+  FUSED_DEVICE void store(int col, const Acc (&by_xhat)[kWidth], const Acc (&alone)[kWidth]) const {
     store(col, by_xhat);
     fused_layernorm::store<Acc, kWidth>(next + col, round_to<Acc>(alone));
   }
   template <int kWidth>
-  __device__ __forceinline__ void store(int col, const Acc (&sum)[kWidth]) const {
+  FUSED_DEVICE void store(int col, const Acc (&sum)[kWidth]) const {
     fused_layernorm::store<Acc, kWidth>(at + col, round_to<Acc>(sum));
   }
 };
@@ -108,26 +102,23 @@ struct PartSink {
 // Stores dscale and dshift of a row that is a group of its own, at a vector of its columns, from
 // `first_col` + `col` on: dscale = dz * z, with z = xhat * weight + bias, and dshift = dz.
 template <typename N, int kWidth>
-__device__ __forceinline__ void store_row_modulation(const BackwardParams& p, int64_t row, int col,
-                                                     const Gradients<N, kWidth>& gradients,
-                                                     int first_col = 0) {
+FUSED_DEVICE void store_row_modulation(const BackwardParams& p, int64_t row, int col,
+                                       const Gradients<N, kWidth>& gradients, int first_col = 0) {
   using Acc = typename N::Acc;
   using W = typename N::W;
   const int64_t at = row * p.cols + first_col + col;
   if (p.dscale != nullptr) {
     Acc values[kWidth];
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = gradients.xhat[j];
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] = gradients.xhat[j];
     if (p.weight != nullptr || p.bias != nullptr) {
       Acc weight[kWidth], bias[kWidth];
       unpack(weight, Parameter<W>(p.weight, first_col, Absent::kOnes).template load<kWidth>(col));
       unpack(bias, Parameter<W>(p.bias, first_col, Absent::kZeros).template load<kWidth>(col));
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j)
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
         values[j] = ColumnAffine::apply(values[j], weight[j], bias[j]);
+      }
     }
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] *= gradients.dz[j];
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] *= gradients.dz[j];
     store_gradient<W>(p.dscale, p.dscale_is_wide, at, values);
   }
   if (p.dshift != nullptr) store_gradient<W>(p.dshift, p.dshift_is_wide, at, gradients.dz);
@@ -136,21 +127,19 @@ __device__ __forceinline__ void store_row_modulation(const BackwardParams& p, in
 // Stores dgate and dinput of a row that is a group of its own, at a vector of its columns, from the
 // dx of the gated sum: dgate = dx * input and dinput = dx * gate.
 template <typename X, typename W, typename Acc, int kWidth>
-__device__ __forceinline__ void store_row_gate(const BackwardParams& p, int64_t row, int col,
-                                               const Acc (&dx)[kWidth], const Vec<X, kWidth>& input,
-                                               const Vec<W, kWidth>& gate) {
+FUSED_DEVICE void store_row_gate(const BackwardParams& p, int64_t row, int col,
+                                 const Acc (&dx)[kWidth], const Vec<X, kWidth>& input,
+                                 const Vec<W, kWidth>& gate) {
   const int64_t at = row * p.cols + col;
   Acc values[kWidth];
   if (p.dgate != nullptr) {
     unpack(values, input);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] *= dx[j];
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] *= dx[j];
     store_gradient<W>(p.dgate, p.dgate_is_wide, at, values);
   }
   if (p.dinput != nullptr) {
     unpack(values, gate);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] *= dx[j];
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) values[j] *= dx[j];
     store_once<X, kWidth>(static_cast<X*>(p.dinput) + at, round_to<X>(values));
   }
 }

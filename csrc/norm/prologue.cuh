@@ -32,18 +32,17 @@ struct Plain {
     using X = typename T::X;
     const X* x;
 
-    __device__ __forceinline__ Row(const ForwardParams& p, int64_t row, int first_col)
+    FUSED_DEVICE Row(const ForwardParams& p, int64_t row, int first_col)
         : x(static_cast<const X*>(p.input) + (p.input_rows(row) + first_col)) {}
 
-    __device__ __forceinline__ Pair<typename T::Acc> first_elements(int cols) const {
+    FUSED_DEVICE Pair<typename T::Acc> first_elements(int cols) const {
       return {to_acc(*x), sizeof(X) == 2 ? 0 : to_acc(x[cols > 1])};
     }
 
-    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = EvictFirst>
-    __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share,
-                                         Policy policy = Policy{}) const {
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
+    template <Use kUse, int kWidth, int kVecs, typename Policy = EvictFirst>
+    FUSED_DEVICE void load(Vec<X, kWidth> (&out)[kVecs], const auto& share,
+                           Policy policy = Policy{}) const {
+      FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
         out[k] = {};
         if (share.has(k)) {
           out[k] =
@@ -52,18 +51,17 @@ struct Plain {
       }
     }
 
-    template <int kWidth, int kVecs, typename Team, int kMayMiss, typename Then>
-    __device__ __forceinline__ void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team&,
-                                                 const RaggedShare<kVecs, kWidth, kMayMiss>& share,
-                                                 bool, const Then& then) const {
+    template <int kWidth, int kVecs, typename Team, int kMayMiss>
+    FUSED_DEVICE void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team&,
+                                   const RaggedShare<kVecs, kWidth, kMayMiss>& share, bool,
+                                   const auto& then) const {
       fused_layernorm::load_shifted<0>(out, ShiftedRow<const X, kWidth>(x), share, then);
       keep_columns(out, share);
     }
   };
 };
 
-// x = residual + input, or with a gate residual + gate * input, rounded to residual's type and
-// stored as residual_out.
+// x = residual + input or residual + gate * input, rounded to residual's type and stored.
 template <bool kGated>
 struct Adding {
   static constexpr bool kMayStore = true;
@@ -79,14 +77,14 @@ struct Adding {
     X* residual_out;
     Parameter<W> gate;
 
-    __device__ __forceinline__ Row(const ForwardParams& p, int64_t row, int first_col)
+    FUSED_DEVICE Row(const ForwardParams& p, int64_t row, int first_col)
         : input(static_cast<const In*>(p.input) + (p.input_rows(row) + first_col)),
           residual(static_cast<const X*>(p.residual) + p.residual_rows(row) + first_col),
           residual_out(static_cast<X*>(p.residual_out) + (row * p.cols + first_col)),
           gate(row_parameter<W>(kGated ? p.modulation.gate : nullptr, p.modulation.gate_rows, row,
                                 first_col, Absent::kOnes)) {}
 
-    __device__ __forceinline__ Pair<typename T::Acc> first_elements(int cols) const {
+    FUSED_DEVICE Pair<typename T::Acc> first_elements(int cols) const {
       const auto at = [&](int col) {
         const auto sum = kGated ? fma(to_acc(gate.at[col & gate.mask]), to_acc(input[col]),
                                       to_acc(residual[col]))
@@ -97,18 +95,16 @@ struct Adding {
     }
 
     // The sum of residual `x` and input `added` at a thread's vector k, rounded once.
-    template <int kWidth, typename Share>
-    __device__ __forceinline__ Vec<X, kWidth> sum_of(const Vec<X, kWidth>& x,
-                                                     const Vec<In, kWidth>& added,
-                                                     const Share& share, int k) const {
+    template <int kWidth>
+    FUSED_DEVICE Vec<X, kWidth> sum_of(const Vec<X, kWidth>& x, const Vec<In, kWidth>& added,
+                                       const auto& share, int k) const {
       Vec<W, kWidth> gates = {};
       if constexpr (kGated) gates = load_share<kWidth>(gate, share, k);
       acc_t<X> sum[kWidth], summand[kWidth], factor[kWidth];
       unpack(sum, x);
       unpack(summand, added);
       unpack(factor, gates);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
         if constexpr (kGated) {
           sum[j] = fma(factor[j], summand[j], sum[j]);
         } else {
@@ -118,11 +114,10 @@ struct Adding {
       return round_to<X>(sum);
     }
 
-    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = EvictFirst>
-    __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share,
-                                         Policy policy = Policy{}) const {
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
+    template <Use kUse, int kWidth, int kVecs, typename Policy = EvictFirst>
+    FUSED_DEVICE void load(Vec<X, kWidth> (&out)[kVecs], const auto& share,
+                           Policy policy = Policy{}) const {
+      FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
         out[k] = {};
         if (share.has(k)) {
           out[k] = fused_layernorm::load<kUse, kWidth>(element(residual, share.vector(k) * kWidth),
@@ -130,8 +125,7 @@ struct Adding {
         }
       }
       Vec<In, kWidth> added[kVecs];
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
+      FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
         added[k] = {};
         if (share.has(k)) {
           constexpr Use kInputUse = kUse == Use::kInOrder ? Use::kOnce : kUse;
@@ -139,8 +133,7 @@ struct Adding {
               element(input, share.vector(k) * kWidth), policy);
         }
       }
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
+      FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
         out[k] = sum_of(out[k], added[k], share, k);
         if (share.has(k)) {
           store_once(element(residual_out, share.vector(k) * kWidth), out[k], policy);
@@ -149,17 +142,16 @@ struct Adding {
     }
 
     // Nothing is stored for a team without a row of its own (`valid_row` is false).
-    template <int kWidth, int kVecs, typename Team, int kMayMiss, typename Then>
-    __device__ __forceinline__ void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team& team,
-                                                 const RaggedShare<kVecs, kWidth, kMayMiss>& share,
-                                                 bool valid_row, const Then& then) const {
+    template <int kWidth, int kVecs, int kMayMiss>
+    FUSED_DEVICE void load_shifted(Vec<X, kWidth> (&out)[kVecs], const auto& team,
+                                   const RaggedShare<kVecs, kWidth, kMayMiss>& share,
+                                   bool valid_row, const auto& then) const {
       fused_layernorm::load_shifted<0>(out, ShiftedRow<const X, kWidth>(residual), share, then);
       const ShiftedRow<const In, kWidth> added_row(input);
       const auto add = [&](auto first, auto count) {
         Vec<In, kWidth> added[count()];
         fused_layernorm::load_shifted<first()>(added, added_row, share, [] {});
-#pragma unroll
-        for (int n = 0; n < count(); ++n) {
+        FUSED_UNROLL for (int n = 0; n < count(); ++n) {
           const int k = first() + n;
           out[k] = sum_of(out[k], added[n], share, k);
         }
@@ -189,28 +181,27 @@ struct OrPlain {
     const int64_t row;
     const int first_col;
 
-    __device__ __forceinline__ Row(const ForwardParams& params, int64_t its_row, int its_first_col)
+    FUSED_DEVICE Row(const ForwardParams& params, int64_t its_row, int its_first_col)
         : p(params), row(its_row), first_col(its_first_col) {}
 
     // Calls the body with this row as one of the prologue that applies, Sum or Plain.
-    template <typename Body>
-    __device__ __forceinline__ auto as_it_is(const Body& body) const {
+    FUSED_DEVICE auto as_it_is(const auto& body) const {
       if (p.residual != nullptr) return body(typename Sum::template Row<T>(p, row, first_col));
       return body(Plain::Row<T>(p, row, first_col));
     }
 
-    __device__ __forceinline__ Pair<typename T::Acc> first_elements(int cols) const {
+    FUSED_DEVICE Pair<typename T::Acc> first_elements(int cols) const {
       return as_it_is([&](const auto& as) { return as.first_elements(cols); });
     }
-    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = EvictFirst>
-    __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share,
-                                         Policy policy = Policy{}) const {
+    template <Use kUse, int kWidth, int kVecs, typename Policy = EvictFirst>
+    FUSED_DEVICE void load(Vec<X, kWidth> (&out)[kVecs], const auto& share,
+                           Policy policy = Policy{}) const {
       as_it_is([&](const auto& as) { as.template load<kUse>(out, share, policy); });
     }
-    template <int kWidth, int kVecs, typename Team, int kMayMiss, typename Then>
-    __device__ __forceinline__ void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team& team,
-                                                 const RaggedShare<kVecs, kWidth, kMayMiss>& share,
-                                                 bool valid_row, const Then& then) const {
+    template <int kWidth, int kVecs, int kMayMiss>
+    FUSED_DEVICE void load_shifted(Vec<X, kWidth> (&out)[kVecs], const auto& team,
+                                   const RaggedShare<kVecs, kWidth, kMayMiss>& share,
+                                   bool valid_row, const auto& then) const {
       as_it_is([&](const auto& as) { as.load_shifted(out, team, share, valid_row, then); });
     }
   };
@@ -231,8 +222,7 @@ struct MayAddGradient {
   static constexpr bool kGated = false;
 };
 
-// Backward of x = residual + gate * input: dresidual may be added to dx, and the gradients of input
-// and gate follow from dx.
+// Backward of x = residual + gate * input, whose gradients of input and gate follow from dx.
 struct GatedGradient {
   static constexpr bool kMayAdd = true;
   static constexpr bool kGated = true;

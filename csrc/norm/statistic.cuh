@@ -12,36 +12,31 @@
 
 namespace fused_layernorm {
 
-__device__ __forceinline__ float reciprocal_sqrt(float v) { return rsqrtf(v); }
-__device__ __forceinline__ double reciprocal_sqrt(double v) { return rsqrt(v); }
+FUSED_DEVICE float reciprocal_sqrt(float v) { return rsqrtf(v); }
+FUSED_DEVICE double reciprocal_sqrt(double v) { return rsqrt(v); }
 
 // A product that the compiler does not fuse with a sum.
-__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+FUSED_DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+FUSED_DEVICE double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-// The sum of a vector's values in a tree: its chains are short, and it is exact where all values
-// are equal.
+// The sum of values in a tree: chains are short, and it is exact where all values are equal.
 template <typename Acc, int kWidth>
-__device__ __forceinline__ Acc tree_sum(const Acc (&values)[kWidth]) {
+FUSED_DEVICE Acc tree_sum(const Acc (&values)[kWidth]) {
   Acc sums[kWidth];
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) sums[j] = values[j];
-#pragma unroll
-  for (int half = kWidth / 2; half > 0; half /= 2) {
-#pragma unroll
-    for (int j = 0; j < half; ++j) sums[j] += sums[j + half];
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) sums[j] = values[j];
+  FUSED_UNROLL for (int half = kWidth / 2; half > 0; half /= 2) {
+    FUSED_UNROLL for (int j = 0; j < half; ++j) sums[j] += sums[j + half];
   }
   return sums[0];
 }
 
 // The sum over a thread's vectors, in parts of `kColumnSumGroup` vectors. `add_up(from, total)`
 // adds up the values of the vectors from number `from` on, column by column.
-template <int kColumnSumGroup, int kVecs, int kWidth, typename Acc, typename AddUp>
-__device__ __forceinline__ Acc sum_of_parts(const AddUp& add_up) {
+template <int kColumnSumGroup, int kVecs, int kWidth, typename Acc>
+FUSED_DEVICE Acc sum_of_parts(const auto& add_up) {
   static_assert(kVecs % kColumnSumGroup == 0);
   Acc sum;
-#pragma unroll
-  for (int from = 0; from < kVecs; from += kColumnSumGroup) {
+  FUSED_UNROLL for (int from = 0; from < kVecs; from += kColumnSumGroup) {
     Acc total[kWidth];
     add_up(from, total);
     const Acc part = tree_sum(total);
@@ -56,13 +51,13 @@ template <typename Acc>
 struct Reciprocal {
   Acc rounded, rest;
 
-  __device__ __forceinline__ Reciprocal(Acc r, Acc its_rest) : rounded(r), rest(its_rest) {}
-  __device__ __forceinline__ explicit Reciprocal(int n)
+  FUSED_DEVICE Reciprocal(Acc r, Acc its_rest) : rounded(r), rest(its_rest) {}
+  FUSED_DEVICE explicit Reciprocal(int n)
       : rounded(Acc(1) / Acc(n)), rest(fma(-rounded, Acc(n), Acc(1)) * rounded) {}
-  __device__ __forceinline__ explicit Reciprocal(const Scalar& inverse)
+  FUSED_DEVICE explicit Reciprocal(const Scalar& inverse)
       : rounded(inverse.as<Acc>()), rest(sizeof(Acc) == sizeof(float) ? inverse.rest : 0) {}
 
-  __device__ __forceinline__ Acc mean(Acc pivot, Acc sum) const {
+  FUSED_DEVICE Acc mean(Acc pivot, Acc sum) const {
     return fma(sum, rest, fma(sum, rounded, pivot));
   }
 };
@@ -77,17 +72,15 @@ struct Moments {
 // RMSNorm (`is_rms`) is the same norm with a mean that counts as zero: its variance is then the
 // mean of the squares. The mean is chosen, not multiplied by zero, because it may be Inf.
 struct MeanAndVariance {
-  // The pivot, which is subtracted from each of some elements before they are summed up. It depends
-  // on the first two of the elements. Where the first element is large beside their difference, the
-  // mean is large, and the pivot is the first element: the sum then stays of the order of the
-  // deviations, and the sum of a constant row is exactly zero. Otherwise the pivot is zero. With
-  // the first element as the pivot the sum would be as large as that element times the number of
-  // elements, and be rounded accordingly (float32, 1024 columns of mean 0 and deviation 1, rms
-  // errors: mean 4.0e-8 and y 6.9e-8 with the first element, 1.0e-8 and 5.7e-8 by this rule). In
-  // half precision the pivot is always the first element, because a thread's own sum is exact with
-  // either pivot.
+  // The pivot, which is subtracted from elements before they are summed up. Where the first one is
+  // large beside its difference to the second, the mean is large and the pivot is the first
+  // element: the sum stays of the order of the deviations, and is zero for a constant row.
+  // Otherwise it is zero, as the sum would be rounded as that element times their number is
+  // (float32, 1024 columns of mean 0 and deviation 1, rms errors: mean 4.0e-8 and y 6.9e-8 with the
+  // first element, 1.0e-8 and 5.7e-8 by this rule). In half precision, where a thread's sum is
+  // exact either way, it is always the first.
   template <typename X, typename Acc>
-  static __device__ __forceinline__ Acc pivot(Pair<Acc> first) {
+  static FUSED_DEVICE Acc pivot(Pair<Acc> first) {
     constexpr Acc kLarge = 4;
     const bool is_large = fabs(first.first) > kLarge * fabs(first.first - first.second);
     return sizeof(X) == 2 || is_large ? first.first : Acc(0);
@@ -96,24 +89,21 @@ struct MeanAndVariance {
   // A thread's part of the two sums from which moments are computed: of x - pivot, and of the
   // squared deviations from the mean. Every `kColumnSumGroup` vectors are summed up by themselves,
   // and these sums are then added in order.
-  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Share, typename Acc>
-  static __device__ __forceinline__ Acc sum_from(const Vec<X, kWidth> (&x)[kVecs],
-                                                 const Share& share, Acc pivot) {
+  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Acc>
+  static FUSED_DEVICE Acc sum_from(const Vec<X, kWidth> (&x)[kVecs], const auto& share, Acc pivot) {
     // The sum of a few half-precision values is exact in float32, so the pivots of all these values
     // are subtracted at once. This comes first, because the pivot is loaded first.
     constexpr bool kExact = sizeof(X) == 2;
     return sum_of_parts<kColumnSumGroup, kVecs, kWidth, Acc>([&](int from, Acc(&total)[kWidth]) {
       Acc count = 0;
-#pragma unroll
-      for (int k = from; k < from + kColumnSumGroup; ++k)
+      FUSED_UNROLL for (int k = from; k < from + kColumnSumGroup; ++k) {
         count += share.template count<Acc, kWidth>(k);
-#pragma unroll
-      for (int k = from; k < from + kColumnSumGroup; ++k) {
+      }
+      FUSED_UNROLL for (int k = from; k < from + kColumnSumGroup; ++k) {
         Acc values[kWidth];
         unpack(values, x[k]);
         if (kExact && k == from) values[0] -= count * pivot;
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
+        FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
           const Acc subtracted = share.has_column(k, j) ? pivot : Acc(0);
           const Acc v = kExact ? values[j] : values[j] - subtracted;
           total[j] = k == from ? v : total[j] + v;
@@ -122,19 +112,17 @@ struct MeanAndVariance {
     });
   }
 
-  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Share, typename Acc>
-  static __device__ __forceinline__ Acc squared_deviations(const Vec<X, kWidth> (&x)[kVecs],
-                                                           const Share& share, Acc mean) {
+  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Acc>
+  static FUSED_DEVICE Acc squared_deviations(const Vec<X, kWidth> (&x)[kVecs], const auto& share,
+                                             Acc mean) {
     if constexpr (kColumnSumGroup == 1 && kWidth > 1) {
       return squared_deviations_by_vectors(x, share, mean);
     }
     return sum_of_parts<kColumnSumGroup, kVecs, kWidth, Acc>([&](int from, Acc(&total)[kWidth]) {
-#pragma unroll
-      for (int k = from; k < from + kColumnSumGroup; ++k) {
+      FUSED_UNROLL for (int k = from; k < from + kColumnSumGroup; ++k) {
         Acc values[kWidth];
         unpack(values, x[k]);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
+        FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
           const Acc subtracted = share.has_column(k, j) ? mean : Acc(0);
           const Acc d = values[j] - subtracted;
           total[j] = k == from ? d * d : total[j] + d * d;
@@ -146,17 +134,17 @@ struct MeanAndVariance {
   // The same, each vector by itself. Several strategies sum up a row in this way and must get the
   // same bits, so it is written out which of two squares is rounded before they are added: left to
   // itself, the compiler chooses one or the other.
-  template <typename X, int kWidth, int kVecs, typename Share, typename Acc>
-  static __device__ __forceinline__ Acc
-  squared_deviations_by_vectors(const Vec<X, kWidth> (&x)[kVecs], const Share& share, Acc mean) {
+  template <typename X, int kWidth, int kVecs, typename Acc>
+  static FUSED_DEVICE Acc squared_deviations_by_vectors(const Vec<X, kWidth> (&x)[kVecs],
+                                                        const auto& share, Acc mean) {
     constexpr int kHalf = kWidth / 2;
     return sum_of_parts<1, kVecs, kHalf, Acc>([&](int k, Acc(&squares)[kHalf]) {
       Acc values[kWidth];
       unpack(values, x[k]);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[j] -= share.has_column(k, j) ? mean : Acc(0);
-#pragma unroll
-      for (int j = 0; j < kHalf; ++j) {
+      FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
+        values[j] -= share.has_column(k, j) ? mean : Acc(0);
+      }
+      FUSED_UNROLL for (int j = 0; j < kHalf; ++j) {
         const Acc low = values[j], high = values[j + kHalf];
         squares[j] = fma(high, high, rounded_product(low, low));
       }
@@ -165,8 +153,8 @@ struct MeanAndVariance {
 
   // The mean of some columns, from the sum of their deviations from the pivot.
   template <typename Acc>
-  static __device__ __forceinline__ Acc mean_of(bool is_rms, const Reciprocal<Acc>& inverse,
-                                                Acc pivot, Acc total) {
+  static FUSED_DEVICE Acc mean_of(bool is_rms, const Reciprocal<Acc>& inverse, Acc pivot,
+                                  Acc total) {
     const Acc mean = inverse.mean(pivot, total);
     return is_rms ? Acc(0) : mean;
   }
@@ -176,24 +164,20 @@ struct MeanAndVariance {
   //   pivot    the pivot of these columns
   //   inverse  inverse(): the Reciprocal of the number of columns
   //   sum      sum(value, n): the sum over all threads that work on these columns, for n = 0 and 1
-  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Share, typename Acc,
-            typename Inverse, typename Sum>
-  static __device__ __forceinline__ Moments<Acc> measure(bool is_rms,
-                                                         const Vec<X, kWidth> (&x)[kVecs],
-                                                         const Share& share, Acc pivot,
-                                                         const Inverse& inverse, const Sum& sum) {
+  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Acc>
+  static FUSED_DEVICE Moments<Acc> measure(bool is_rms, const Vec<X, kWidth> (&x)[kVecs],
+                                           const auto& share, Acc pivot, const auto& inverse,
+                                           const auto& sum) {
     const Acc total = sum(sum_from<kColumnSumGroup>(x, share, pivot), 0);
     const Acc mean = mean_of(is_rms, inverse(), pivot, total);
     return {mean, sum(squared_deviations<kColumnSumGroup>(x, share, mean), 1)};
   }
 
   // The moments of a row from those of its parts, by one warp; every lane gets them. `each(f)`
-  // calls f(columns, moments) for each of a lane's parts, and `pivot` is the mean of one part.
-  // Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-  // variances", 1979, for many parts at once.
-  template <typename Acc, typename Each>
-  static __device__ __forceinline__ Moments<Acc> combine(const Each& each, Acc pivot,
-                                                         Acc inverse_cols) {
+  // calls f(columns, moments) for each of a lane's parts; `pivot` is the mean of one part. (Chan,
+  // Golub and LeVeque, 1979, for many parts at once.)
+  template <typename Acc>
+  static FUSED_DEVICE Moments<Acc> combine(const auto& each, Acc pivot, Acc inverse_cols) {
     Acc sum = 0;
     each([&](Acc cols, const auto& part) { sum += cols * (part.first - pivot); });
     const Acc mean = pivot + warp_sum(sum) * inverse_cols;
@@ -206,24 +190,22 @@ struct MeanAndVariance {
   }
 
   template <typename Acc>
-  static __device__ __forceinline__ Acc rstd(Acc m2, Acc inverse_cols, Acc eps) {
+  static FUSED_DEVICE Acc rstd(Acc m2, Acc inverse_cols, Acc eps) {
     return reciprocal_sqrt(m2 * inverse_cols + eps);
   }
 
   // xhat, from x.
   template <typename Acc>
-  static __device__ __forceinline__ Acc normalize(Acc x, Acc mean, Acc rstd) {
+  static FUSED_DEVICE Acc normalize(Acc x, Acc mean, Acc rstd) {
     return (x - mean) * rstd;
   }
 
-  // Adds to the two sums over a row that dx needs: of g, and of g * xhat. Each is taken in two
-  // chains.
+  // Adds to the two sums over a row that dx needs, of g and of g * xhat, each in two chains.
   template <typename Acc, int kWidth>
-  static __device__ __forceinline__ void add_sums(Pair<Acc>& sums, const Acc (&xhat)[kWidth],
-                                                  const Acc (&g)[kWidth]) {
+  static FUSED_DEVICE void add_sums(Pair<Acc>& sums, const Acc (&xhat)[kWidth],
+                                    const Acc (&g)[kWidth]) {
     Pair<Acc> part;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
+    FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       Pair<Acc>& chain = j % 2 == 0 ? sums : part;
       chain.first += g[j];
       chain.second += g[j] * xhat[j];
@@ -233,15 +215,14 @@ struct MeanAndVariance {
 
   // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); docs/backward.md derives it.
   template <typename Acc>
-  static __device__ __forceinline__ Acc dx(Acc xhat, Acc g, Pair<Acc> means, Acc rstd) {
+  static FUSED_DEVICE Acc dx(Acc xhat, Acc g, Pair<Acc> means, Acc rstd) {
     return (g - means.first - xhat * means.second) * rstd;
   }
 };
 
 // Stores the statistics of a row that backward reads, if they are wanted.
 template <typename Acc>
-__device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t row, Acc mean,
-                                                 Acc rstd) {
+FUSED_DEVICE void store_statistics(const ForwardParams& p, int64_t row, Acc mean, Acc rstd) {
   if (p.rstd != nullptr) {
     if (!p.is_rms) static_cast<Acc*>(p.mean)[row] = mean;
     static_cast<Acc*>(p.rstd)[row] = rstd;
@@ -250,7 +231,7 @@ __device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t
 
 // The statistics of a row as forward stored them: mean and rstd.
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc> load_statistics(const BackwardParams& p, int64_t row) {
+FUSED_DEVICE Pair<Acc> load_statistics(const BackwardParams& p, int64_t row) {
   return {p.is_rms ? Acc(0) : static_cast<const Acc*>(p.mean)[row],
           static_cast<const Acc*>(p.rstd)[row]};
 }

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The data types of a norm, and the step from run-time data types to the types that a kernel is
-// compiled for.
+// The data types of a norm, and the step from run-time types to those of a kernel.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -49,9 +48,8 @@ constexpr DataType kTypeOf = std::is_same_v<V, float>    ? DataType::kFloat32
 template <typename T>
 constexpr bool kIsFloat64 = std::is_same_v<typename T::X, double>;
 
-// Whether the types are common: y is of x's type, and not float64. Nearly all models have common
-// types, so kernels that fuse something have more variants for them (norm.cuh). float64 is not
-// common, because nobody trains in it.
+// Whether the types are common: y is of x's type, and not float64. Nearly all models have them, so
+// kernels that fuse something have more variants for them (norm.cuh).
 template <typename T>
 constexpr bool kIsCommon = std::is_same_v<typename T::X, typename T::Y> && !kIsFloat64<T>;
 
@@ -63,8 +61,8 @@ constexpr bool kIsOneType =
     is_one_type(kTypeOf<typename T::X>, kTypeOf<typename T::W>, kTypeOf<typename T::Y>);
 
 // Calls launch(Types{}) for the entry of kTypesWithKernels that these types are.
-template <size_t kEntry = 0, typename Launcher>
-cudaError_t dispatch_types(const DataTypes& types, const Launcher& launch) {
+template <size_t kEntry = 0>
+cudaError_t dispatch_types(const DataTypes& types, const auto& launch) {
   if constexpr (kEntry < std::size(kTypesWithKernels)) {
     constexpr DataType x = kTypesWithKernels[kEntry][0], weight = kTypesWithKernels[kEntry][1],
                        y = kTypesWithKernels[kEntry][2];
@@ -78,8 +76,7 @@ cudaError_t dispatch_types(const DataTypes& types, const Launcher& launch) {
 }
 
 // The same for strategies that have no kernels of float64.
-template <typename Launcher>
-cudaError_t dispatch_types_but_float64(const DataTypes& types, const Launcher& launch) {
+cudaError_t dispatch_types_but_float64(const DataTypes& types, const auto& launch) {
   return dispatch_types(types, [&](auto t) -> cudaError_t {
     if constexpr (kIsFloat64<decltype(t)>) {
       return cudaErrorInvalidValue;

@@ -13,8 +13,7 @@
 #include "bindings/cuda/ops.h"
 #include "bindings/driver.h"
 #include "call/layout.h"
-#include "heads/backward.h"
-#include "heads/forward.h"
+#include "heads/plan.h"
 
 namespace fused_layernorm {
 namespace {

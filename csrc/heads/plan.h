@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Heads: the rows of q and k, one for each head of each position, are normalized and rotated in one
-// launch. This file has the plan, heads/params.h what a launch is given and its limits;
-// heads/forward.cu has the kernels, heads/backward.h and heads/backward.cu the same for backward.
+// launch; backward rotates dy back, and computes dx from it and from x, whose statistics are taken
+// again, as that costs no traffic. This file has the plans, heads/params.h what a launch is given.
 //
 // A row of D columns belongs to a power-of-two part of a warp, whose lanes have vectors in pairs:
 // the two vectors of a pair are what a rotation of halves turns together, so it needs no exchange
 // between lanes. A warp works on several heads of one position at once, and reads the position's
-// cos and sin once for all of its heads.
+// cos and sin once for all of its heads. Backward's blocks are persistent, those in front on q, the
+// others on k, and leave partial sums of dweight and dbias, which a second kernel adds up.
 #pragma once
 
 #include <algorithm>
@@ -28,8 +29,7 @@ struct Heads : Launch {
 // Of a block (2 x 4096 x 32 x 128 bfloat16: 96 us, with 256 threads 106).
 constexpr int kHeadThreads = 128;
 constexpr int kHeadWarps = kHeadThreads / kWarpThreads;
-// Blocks that a multiprocessor has registers for (the same rows on an H200: 73.9 us, of 5 blocks
-// 76.1).
+// Blocks that a multiprocessor has registers for (the same rows, H200: 73.9 us, of 5 76.1).
 constexpr int kHeadBlocks = 6;
 
 // How many times in one task a warp works on as many heads as it does at once. The loads of all
@@ -84,7 +84,47 @@ inline std::optional<Heads> make_heads_plan(HeadsParams& params) {
 
 }  // namespace forward
 
+namespace backward {
+
+struct Heads : Launch {
+  int width = 1;  // of a vector
+  bool starts_early = false;
+};
+
+constexpr int kHeadThreads = 256;  // of a block
+constexpr int kHeadWarps = kHeadThreads / kWarpThreads;
+constexpr int kHeadBlocks = 2;  // of a multiprocessor (2 x 4096 x 32 x 128 bfloat16 in us: 155; one
+                                // 165, three, which spill, 224)
+constexpr int task_rounds(int) { return 1; }  // with two, 161 us
+
+// The rows of one block among the partial sums, [blocks][dweight, dbias][cols].
+constexpr int kHeadSums = 2;
+
+// There are rows, and a statistic.
+inline std::optional<Heads> make_heads_plan(HeadsParams& params, const Device& device) {
+  Heads plan;
+  plan.width = head_width(params);
+  if (!lay_out_heads(params, plan.width, task_rounds(plan.width))) return std::nullopt;
+  plan.threads = kHeadThreads;
+  plan.starts_early = device.starts_early;
+  const int64_t all = int64_t{params.side[0].tasks} + params.side[1].tasks;
+  const int64_t most = int64_t{kHeadBlocks} * device.sms;
+  plan.blocks = 0;
+  for (HeadSide& side : params.side) {
+    const int64_t wanted = ceil_div(side.tasks, kHeadWarps);
+    const int64_t part = std::max<int64_t>(1, (most * side.tasks + all / 2) / all);
+    side.blocks = static_cast<int32_t>(std::min(wanted, part));
+    plan.blocks += side.blocks;
+  }
+  plan.workspace_bytes = plan.blocks * kHeadSums * params.cols * int64_t{sizeof(float)};
+  return plan;
+}
+
+}  // namespace backward
+
 cudaError_t launch_heads_forward(const HeadsParams& params, const forward::Heads& plan,
                                  cudaStream_t stream);
+cudaError_t launch_heads_backward(const HeadsParams& params, const backward::Heads& plan,
+                                  cudaStream_t stream);
 
 }  // namespace fused_layernorm
