@@ -80,14 +80,13 @@ def swap(model: nn.Module, neighbours: bool = True) -> None:
 
 def has_neighbours(model: nn.Module) -> bool:
     """Whether there is more to swap than norms."""
-    found = []
-    for neighbours in (False, True):
-        before = [type(module) for module in model.modules()]
-        swap(model, neighbours)
-        after = [type(module) for module in model.modules()]
-        package().unswap_norms(model)
-        found.append(sum(map(lambda one, other: one is not other, before, after)))
-    return found[1] > found[0]
+    swap(model, neighbours=False)
+    norms = [type(module) for module in model.modules()]
+    package().unswap_norms(model)
+    swap(model)
+    found = [type(module) for module in model.modules()] != norms
+    package().unswap_norms(model)
+    return found
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -361,8 +360,7 @@ def run_each_alone(
     jobs: int, budget: float,
 ) -> dict[str, Any]:  # fmt: skip
     """Measures each model in each mode in its own process; returns the part of the results file."""
-    tasks = [(name, mode) for name, model in chosen.items() for mode in modes
-             if mode in model.modes]  # fmt: skip
+    tasks = [(name, mode) for name in chosen for mode in modes if mode in chosen[name].modes]
     part: dict[str, Any] = {**results.stamp(), "rows": [], "skipped": []}
     if importlib.util.find_spec("liger_kernel") is None:
         part["skipped"] += [f"{name}: liger-kernel is not installed"

@@ -83,11 +83,15 @@ def _class_loss(batch: int, logits: Callable[[Any], torch.Tensor]) -> Callable[[
 # ---- Diffusion transformers.
 
 
+def noise(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
 def squared_error(*shape: int) -> Callable[[Any], torch.Tensor]:
     """The mean squared error of the model's first output against noise, as a training loss."""
-    noise = torch.randn(shape)
+    wanted = torch.randn(shape)
     return lambda output: F.mse_loss(
-        (output if isinstance(output, torch.Tensor) else output[0]).float(), noise)  # fmt: skip
+        (output if isinstance(output, torch.Tensor) else output[0]).float(), wanted)  # fmt: skip
 
 
 def dit(layers: int = 8, heads: int = 16, batch: int = 32, side: int = 32) -> Built:
@@ -99,11 +103,8 @@ def dit(layers: int = 8, heads: int = 16, batch: int = 32, side: int = 32) -> Bu
     for module in model.modules():  # otherwise training drops labels at random
         if hasattr(module, "dropout_prob"):
             module.dropout_prob = 0.0
-    inputs = {
-        "hidden_states": torch.randn(batch, 4, side, side),
-        "timestep": torch.randint(1000, (batch,)),
-        "class_labels": torch.randint(1000, (batch,)),
-    }
+    inputs = noise(hidden_states=(batch, 4, side, side))
+    inputs |= {name: torch.randint(1000, (batch,)) for name in ("timestep", "class_labels")}
     return model, inputs, squared_error(batch, 8, side, side)
 
 
@@ -119,12 +120,9 @@ def sd3(
         caption_projection_dim=64 * heads, joint_attention_dim=text,
         pos_embed_max_size=max(192, side), qk_norm="rms_norm",
     )  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(batch, 16, side, side),
-        "encoder_hidden_states": torch.randn(batch, words, text),
-        "pooled_projections": torch.randn(batch, 2048),
-        "timestep": torch.randint(1000, (batch,)),
-    }
+    inputs = noise(hidden_states=(batch, 16, side, side), pooled_projections=(batch, 2048),
+                   encoder_hidden_states=(batch, words, text))  # fmt: skip
+    inputs |= {"timestep": torch.randint(1000, (batch,))}
     return model, inputs, squared_error(batch, 16, side, side)
 
 
@@ -141,10 +139,9 @@ def flux(
     )  # fmt: skip
     places = torch.arange(side, dtype=torch.float32)
     grid = torch.cartesian_prod(places, places)
-    inputs = {
-        "hidden_states": torch.randn(1, side * side, 64),
-        "encoder_hidden_states": torch.randn(1, words, text),
-        "pooled_projections": torch.randn(1, 768),
+    inputs = noise(hidden_states=(1, side * side, 64), pooled_projections=(1, 768),
+                   encoder_hidden_states=(1, words, text))  # fmt: skip
+    inputs |= {
         "timestep": torch.rand(1),
         "guidance": torch.full((1,), 3.5),
         "img_ids": F.pad(grid, (1, 0)),
@@ -162,12 +159,10 @@ def wan(
 
     model = WanTransformer3DModel(num_layers=layers, num_attention_heads=heads,
                                   ffn_dim=hidden, text_dim=text)  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(1, 16, frames, height, width),
-        "timestep": torch.randint(1000, (1,)),
-        "encoder_hidden_states": torch.randn(1, words, text),
-    }
-    return model, inputs, squared_error(1, 16, frames, height, width)
+    latents = (1, 16, frames, height, width)
+    inputs = noise(hidden_states=latents, encoder_hidden_states=(1, words, text))
+    inputs |= {"timestep": torch.randint(1000, (1,))}
+    return model, inputs, squared_error(*latents)
 
 
 # ---- Group norms: the VAE of SD3 and Flux, SDXL's UNet, nnU-Net (Isensee et al., 2021).
@@ -233,13 +228,8 @@ def sdxl(
         attention_head_dim=heads, cross_attention_dim=text, addition_time_embed_dim=ids,
         projection_class_embeddings_input_dim=6 * ids + pooled,
     ).to(torch.bfloat16)  # fmt: skip
-    inputs = {
-        "x": torch.randn(batch, 4, side, side),
-        "text": torch.randn(batch, words, text),
-        "pooled": torch.randn(batch, pooled),
-        "ids": torch.rand(batch, 6),
-    }
-    return model, inputs, squared_error(batch, 4, side, side)
+    inputs = noise(x=(batch, 4, side, side), text=(batch, words, text), pooled=(batch, pooled))
+    return model, inputs | {"ids": torch.rand(batch, 6)}, squared_error(batch, 4, side, side)
 
 
 def _nnunet_block(before: int, after: int, stride: int = 1) -> nn.Sequential:

@@ -265,19 +265,20 @@ def text(head: str, entries: dict[str, dict[str, Any]], prefix: str = "") -> str
                if any(f"{name}_us" in entry for entry in entries.values())}  # fmt: skip
     if not columns:
         return ""
+
+    def cell(entry: dict[str, Any], name: str) -> str:
+        us, stock = entry.get(f"{name}_us"), entry.get(f"{prefix}eager_us")
+        said = "-" if us is None else f"{us:.2f}"
+        if (best := entry.get(f"{name}_best_us")) is not None:
+            said += f" ({best:.2f})"
+        if us is not None and stock is not None and not name.endswith("eager"):
+            said += f" x{us / stock:.2f}"
+        device = entry.get(f"{name}_device_us")
+        return said if device is None else f"{said}, device {device:.2f}"
+
     lines = [f"{head:<58}" + "".join(f"{label:>40}" for label in columns.values())]
-    for way, entry in entries.items():
-        line = f"  {way:<56}"
-        for name in columns:
-            us, best = entry.get(f"{name}_us"), entry.get(f"{name}_best_us")
-            said = "-" if us is None else f"{us:.2f}"
-            said += "" if best is None else f" ({best:.2f})"
-            if us is not None and f"{prefix}eager_us" in entry and not name.endswith("eager"):
-                said += f" x{us / entry[f'{prefix}eager_us']:.2f}"
-            device = entry.get(f"{name}_device_us")
-            said += "" if device is None else f", device {device:.2f}"
-            line += f"{said:>40}"
-        lines.append(line)
+    lines += [f"  {way:<56}" + "".join(f"{cell(entry, name):>40}" for name in columns)
+              for way, entry in entries.items()]  # fmt: skip
     return "\n".join(lines)
 
 

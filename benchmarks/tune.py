@@ -93,7 +93,7 @@ def options_of(case: Case, forces: list[str]) -> Iterator[tuple[str, Plan]]:
         for options in expanded(forced):
             label = options or PLANNED
             try:
-                plan = plan_under(options or None, case)
+                plan = plan_of(case, options or None)
             except ValueError as problem:
                 if "*" not in forced:
                     print(f"  {label:<48} failed: {str(problem).splitlines()[0]}", flush=True)
@@ -117,43 +117,33 @@ def expanded(options: str) -> Iterator[str]:
         yield " ".join(filter(None, words))
 
 
-def plan_under(options: str | None, case: Case) -> Plan:
+def plan_of(case: Case, options: str | None) -> Plan:
     """The plan of a case under these options, on this device or, without one, on an H100; raises
     ValueError if there is none."""
-    torch.ops.fused_layernorm._force(options)
-    try:
-        return plan_of(case, current_device())
-    finally:
-        torch.ops.fused_layernorm._force(None)
-
-
-def current_device() -> dict[str, int]:
-    """The current device's properties that plans depend on; without one, those of H100 and H200."""
-    if not torch.cuda.is_available():
-        return HOPPER
-    device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"capability": 10 * device.major + device.minor, "sms": device.multi_processor_count,
-            "shared_memory": device.shared_memory_per_block_optin,
-            "l2_bytes": device.L2_cache_size}  # fmt: skip
-
-
-def plan_of(case: Case, device: dict[str, int]) -> Plan:
-    """The plan of a case on a device, under the options in force."""
     problem: dict[str, Any] = {
         "backward": case.backward, "residual": case.family.residual,
         "y_dtype": case.torch_out_dtype, "weight_dtype": case.torch_weight_dtype,
-        "has_epilogue": case.family.activation is not None or case.family.scale != 1.0,
+        "has_epilogue": case.family.activation is not None or case.family.scale != 1.0, **HOPPER,
     }  # fmt: skip
+    if torch.cuda.is_available():
+        device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        problem |= {"capability": 10 * device.major + device.minor,
+                    "sms": device.multi_processor_count, "l2_bytes": device.L2_cache_size,
+                    "shared_memory": device.shared_memory_per_block_optin}  # fmt: skip
     if case.modulation:
         problem["weight_dtype"] = case.torch_modulation_dtype
         *groups, _ = case.modulation_shape
         problem["group_rows"] = case.rows // math.prod(groups)
         problem["gated"] = case.backward and case.family.residual
-    describe = torch.ops.fused_layernorm._plan
-    plan = json.loads(describe(case.rows, case.cols, case.torch_dtype, **problem, **device))
-    if plan is None:  # no plan for both: the norm and its gate have a launch each
-        problem["gated"] = False
-        plan = json.loads(describe(case.rows, case.cols, case.torch_dtype, **problem, **device))
+    describe, force = torch.ops.fused_layernorm._plan, torch.ops.fused_layernorm._force
+    force(options)
+    try:
+        plan = json.loads(describe(case.rows, case.cols, case.torch_dtype, **problem))
+        if plan is None:  # no plan for both: the norm and its gate have a launch each
+            problem["gated"] = False
+            plan = json.loads(describe(case.rows, case.cols, case.torch_dtype, **problem))
+    finally:
+        force(None)
     return cast(Plan, plan)
 
 

@@ -33,98 +33,47 @@ class Allowed(NamedTuple):
 # the end of the name, in a geometry type.
 ALLOWED = [
     Allowed(r"<(Norm<Types<)?double,", 1256, "float64 is there for its digits, not for its speed"),
-    Allowed(
-        r"stream_sums_kernel<.*, MayBeAffineAndModulateRow, Identity>, 1>",
-        384,
-        "single elements of rows that each have a modulation of their own",
-    ),
-    Allowed(
-        r"(backward|stream)\w*_kernel<.*(Identity|Activate)>, 1[,>]",
-        368,
-        "rows that are not aligned are bound by scalar accesses",
-    ),
-    Allowed(
-        r"backward_(block|split)_kernel<.*>, \d, \d, false[,>]",
-        304,
-        "rows without bulk copies: one or two for each block, or a chip that has none",
-    ),
-    Allowed(
-        r"backward_(block_kernel<.*>, \d, \d, true, false>|split_kernel<.*>, \d, \d, true>)",
-        32,
-        "rows of 32 columns a thread: a few bytes a row",
-    ),
-    Allowed(
-        r"backward_rows_kernel<.*>, (8, 4|4, 8)>", 48, "32 columns a thread, more than models'"
-    ),
-    Allowed(
-        r"backward_rows_kernel<.*(Types<\w+, float, float>.*>, 8, 2|GatedGradient, .*>, 4, 2)>",
-        24,
-        "float32 beside half-precision x, and short rows of float32: a few numbers a row",
-    ),
-    Allowed(
-        r"forward_block_kernel<.*<\w+, float, float>.* OrPlain<Adding<true> >.* 8, \(Moves\)0,",
-        56,
-        "eight vectors of a gated sum, in halves beside a y of float32",
-    ),
-    Allowed(
-        r"forward_\w+_kernel<.*, MayBeAffineAndModulate, ",
-        40,
-        "weight and bias beside a modulation, which few rows have",
-    ),
-    Allowed(
-        r"forward_ring_kernel<.*, true>",
-        40,
-        "most of weight and bias of a row of the whole chip in registers",
-    ),
-    Allowed(
-        r"backward_group_kernel<.*, (4, 8|8, 4), true>",
-        80,
-        "rows of 32 columns a thread, longer than those of models",
-    ),
-    Allowed(
-        r"forward_stream_sums_kernel<",
-        16,
-        "one kernel for whatever is summed, of rows that no other strategy takes",
-    ),
-    Allowed(
-        r"(backward_group(_warp)?|modulated_param_grad|stream_sums)_kernel<",
-        8,
-        "two numbers, beside running sums of groups",
-    ),
+    Allowed(r"stream_sums_kernel<.*, MayBeAffineAndModulateRow, Identity>, 1>", 384,
+            "single elements of rows that each have a modulation of their own"),
+    Allowed(r"(backward|stream)\w*_kernel<.*(Identity|Activate)>, 1[,>]", 368,
+            "rows that are not aligned are bound by scalar accesses"),
+    Allowed(r"backward_(block|split)_kernel<.*>, \d, \d, false[,>]", 304,
+            "rows without bulk copies: one or two for each block, or a chip that has none"),
+    Allowed(r"backward_(block_kernel<.*>, \d, \d, true, false>|split_kernel<.*>, \d, \d, true>)",
+            32, "rows of 32 columns a thread: a few bytes a row"),
+    Allowed(r"backward_rows_kernel<.*>, (8, 4|4, 8)>", 48,
+            "32 columns a thread, more than models'"),
+    Allowed(r"backward_rows_kernel<.*(Types<\w+, float, float>.*>, 8, 2|GatedGradient, .*>, 4, 2)>",
+            24, "float32 beside half-precision x, and short rows of float32: a few numbers a row"),
+    Allowed(r"forward_block_kernel<.*<\w+, float, float>.* OrPlain<Adding<true> >.* 8, \(Moves\)0,",
+            56, "eight vectors of a gated sum, in halves beside a y of float32"),
+    Allowed(r"forward_\w+_kernel<.*, MayBeAffineAndModulate, ", 40,
+            "weight and bias beside a modulation, which few rows have"),
+    Allowed(r"forward_ring_kernel<.*, true>", 40,
+            "most of weight and bias of a row of the whole chip in registers"),
+    Allowed(r"backward_group_kernel<.*, (4, 8|8, 4), true>", 80,
+            "rows of 32 columns a thread, longer than those of models"),
+    Allowed(r"forward_stream_sums_kernel<", 16,
+            "one kernel for whatever is summed, of rows that no other strategy takes"),
+    Allowed(r"(backward_group(_warp)?|modulated_param_grad|stream_sums)_kernel<", 8,
+            "two numbers, beside running sums of groups"),
     Allowed(r"planes_apply_kernel<__nv_bfloat16, float, 8>", 8, "a number, beside y of float32"),
     Allowed(r"gate_backward_kernel<", 16, "four rows at once in two types"),
-    Allowed(
-        r"backward_warp_kernel<Norm<Types<(__half|__nv_bfloat16), .*>, 8>",
-        40,
-        "x and dy of the next row in registers, and a residual's gradient or float32 parameters",
-    ),
-    Allowed(
-        r"forward_block_kernel<Norm<Types<(__half|__nv_bfloat16), float, .* 8, \(Moves\)0,",
-        56,
-        "eight vectors beside float32 parameters, and a loop for weights that are not plain",
-    ),
-    Allowed(
-        r"forward_block_kernel<.*, Plain, ColumnAffine, (Activate>.* 4, \(Moves\)0"
-        r"|Identity>.* 4, \(Moves\)1),",
-        8,
-        "four vectors: the flag of RMSNorm, or of a weight that is not plain",
-    ),
-    Allowed(
-        r"forward_\w+_kernel<Norm<Types<(__half|__nv_bfloat16), float, ",
-        24,
-        "float32 parameters beside half-precision x: a number or two",
-    ),
-    Allowed(
-        r"forward_block_kernel<.* Adding<false>, .* 8, \(Moves\)0,",
-        8,
-        "the pivot's second element, beside all that a thread keeps of its row",
-    ),
-    Allowed(
-        r"forward_\w+_kernel<.* OrPlain<Adding<false> >, ",
-        16,
-        "one kernel for all that is fused, of rare types and of rows that begin anywhere",
-    ),
-]
+    Allowed(r"backward_warp_kernel<Norm<Types<(__half|__nv_bfloat16), .*>, 8>",
+            40, "x and dy of the next row in registers, and a residual's gradient or float32 "
+            "parameters"),
+    Allowed(r"forward_block_kernel<Norm<Types<(__half|__nv_bfloat16), float, .* 8, \(Moves\)0,", 56,
+            "eight vectors beside float32 parameters, and a loop for weights that are not plain"),
+    Allowed(r"forward_block_kernel<.*, Plain, ColumnAffine, (Activate>.* 4, \(Moves\)0"
+            r"|Identity>.* 4, \(Moves\)1),", 8,
+            "four vectors: the flag of RMSNorm, or of a weight that is not plain"),
+    Allowed(r"forward_\w+_kernel<Norm<Types<(__half|__nv_bfloat16), float, ", 24,
+            "float32 parameters beside half-precision x: a number or two"),
+    Allowed(r"forward_block_kernel<.* Adding<false>, .* 8, \(Moves\)0,", 8,
+            "the pivot's second element, beside all that a thread keeps of its row"),
+    Allowed(r"forward_\w+_kernel<.* OrPlain<Adding<false> >, ", 16,
+            "one kernel for all that is fused, of rare types and of rows that begin anywhere"),
+]  # fmt: skip
 
 
 class Kernel(NamedTuple):

@@ -2,6 +2,7 @@
 """The ways to use the graph pass: the backend, its options, swapped modules, caches, explain."""
 
 import copy
+import functools
 import importlib
 import re
 import subprocess
@@ -19,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
-from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm
+from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, FusedRMSNorm
 from fused_layernorm.compile import backend as ways
 from fused_layernorm.compile import choice, graph_pass, rules
 from fused_layernorm.compile.rules import Choice, Fusion, Problem, choose
@@ -27,6 +28,7 @@ from fused_layernorm.ops.aten_forward import VARIANTS
 from fused_layernorm.ops.operators import ADD_ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
 
 ROOT = Path(__file__).parents[1]
+OFFSET: dict[str, Any] = {"weight_offset": 1.0, "round_before_weight": True}
 OPERATORS = torch.ops.fused_layernorm
 
 
@@ -36,14 +38,13 @@ pytestmark = pytest.mark.usefixtures("everywhere")
 class Block(torch.nn.Module):
     """Half of a diffusion transformer's block, followed by a plain layer norm."""
 
-    def __init__(self, width=32, norm=torch.nn.LayerNorm, checkpointed=False):
+    def __init__(self, width=32, checkpointed=False):
         super().__init__()
-        self.norm1 = torch.nn.LayerNorm(width, elementwise_affine=False)
-        self.norm2 = torch.nn.LayerNorm(width, elementwise_affine=False)
-        self.norm_out = norm(width)
-        self.mod = torch.nn.Linear(width, 5 * width)
-        self.mix = torch.nn.Linear(width, width)
-        self.checkpointed = checkpointed
+        self.norm1, self.norm2 = (
+            torch.nn.LayerNorm(width, elementwise_affine=False) for _ in range(2)
+        )
+        self.norm_out, self.mix = torch.nn.LayerNorm(width), torch.nn.Linear(width, width)
+        self.mod, self.checkpointed = torch.nn.Linear(width, 5 * width), checkpointed
 
     def forward(self, x, c):
         if self.checkpointed:
@@ -61,11 +62,8 @@ def inputs(width=32, device="cpu"):
     return torch.randn(3, 7, width, device=device), torch.randn(3, width, device=device)
 
 
-# Skips a test where plain torch.compile cannot choose between the kernels and Inductor.
-chooses = pytest.mark.skipif(
-    not choice.CHOOSES,
-    reason="Dynamo of torch 2.10 cannot follow the choice",
-)
+# Where plain torch.compile cannot choose between the kernels and Inductor.
+chooses = pytest.mark.skipif(not choice.CHOOSES, reason="Dynamo of torch 2.10 cannot choose")
 
 
 # ---- The backend ---------------------------------------------------------------------------------
@@ -73,14 +71,9 @@ chooses = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     ("then", "checkpointed", "dynamic"),
-    [
-        ("eager", False, False),
-        ("eager", True, False),
-        ("eager", False, True),
-        ("inductor", True, False),
-        ("inductor", False, True),
-    ],
-)
+    [("eager", False, False), ("eager", True, False), ("eager", False, True),
+     ("inductor", True, False), ("inductor", False, True)],
+)  # fmt: skip
 def test_training(device, then, checkpointed, dynamic):
     block = Block(checkpointed=checkpointed).to(device)
     how: Any = {"options": {THEN: then}, "dynamic": dynamic}
@@ -106,20 +99,17 @@ def test_by_name(tmp_path):
     info = tmp_path / "fused_layernorm-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fused_layernorm\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        f"[torch_dynamo_backends]\nfused_layernorm = {declared}\n"
-    )
-    code = (
-        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]\n"
-        "import torch\n"
-        "assert 'fused_layernorm' in torch._dynamo.list_backends()\n"
-        "options = {'fused_layernorm.then': 'eager'}\n"
-        "norm = torch.nn.LayerNorm(8)\n"
-        "compiled = torch.compile(norm, backend='fused_layernorm', options=options)\n"
-        "x = torch.randn(3, 8)\n"
-        "torch.testing.assert_close(compiled(x), norm(x))\n"
-        "assert 'fused_layernorm' in sys.modules\n"
-    )
+    points = f"[torch_dynamo_backends]\nfused_layernorm = {declared}\n"
+    (info / "entry_points.txt").write_text(points)
+    code = f"""
+import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]
+import torch
+assert "fused_layernorm" in torch._dynamo.list_backends()
+norm, x = torch.nn.LayerNorm(8), torch.randn(3, 8)
+compiled = torch.compile(norm, backend="fused_layernorm", options={EAGER})
+torch.testing.assert_close(compiled(x), norm(x))
+assert "fused_layernorm" in sys.modules
+"""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
@@ -263,30 +253,37 @@ def test_aten_variants_check_their_arguments():
 # ---- Swapped modules under plain torch.compile ---------------------------------------------------
 
 
-def targets_of(function, *args, **kwargs):
-    """The names of this package's operators in the graph that plain torch.compile captures."""
-    found = []
+def targets_of(function, *args, through=lambda graph_module: graph_module, **kwargs):
+    """The names of the operators in the graph that plain torch.compile captures, which computes
+    what the function does."""
+    found: list[str] = []
 
     def backend(graph_module, example_inputs):
-        for node in graph_module.graph.nodes:
-            if isinstance(node.target, torch._ops.OpOverload):
-                found.append(node.target._opname)
+        found.extend(
+            node.target._opname
+            for node in through(graph_module).graph.nodes
+            if isinstance(node.target, torch._ops.OpOverload)
+        )
         return graph_module.forward
 
-    torch.compile(function, backend=backend, fullgraph=True, **kwargs)(*args)
+    result = torch.compile(function, backend=backend, fullgraph=True, **kwargs)(*args)
+    torch.testing.assert_close(result, function(*args), rtol=1e-4, atol=1e-4)
     return found
 
 
 @chooses
 @pytest.mark.parametrize("autocast", [False, True])
 def test_swapped_modules(device, autocast):
-    """Under autocast the graph has PyTorch's operator, for Inductor to fuse with the casts."""
+    """What the rules leave to Inductor without the graph pass. Under autocast the graph has
+    PyTorch's operator, for Inductor to fuse with the casts."""
     x, wide = torch.randn(3, 256, device=device), torch.randn(3, 1152, device=device)
     expected: list[tuple[torch.nn.Module, tuple, list[str]]] = [
         (FusedLayerNorm(256), (x,), [] if autocast else ["aten_layer_norm"]),
         (FusedLayerNorm(1152), (wide,), ["layer_norm"]),
         (FusedLayerNorm(256, activation="relu"), (x,), ["layer_norm"]),
         (FusedAddLayerNorm(256), (x, x), ["aten_add_layer_norm"]),
+        (FusedRMSNorm(256), (x,), []),  # Inductor can write it for a call
+        (FusedRMSNorm(256, **OFFSET), (x,), ["aten_layer_norm"]),
     ]
     for module, args, operators in expected:
         torch._dynamo.reset()
@@ -303,9 +300,11 @@ def test_where_the_operator_stays(monkeypatch):
     """The kernels are used where the width is not known at compile time, without a guard, where
     algorithms must be deterministic, in exported programs, and on the CPU."""
     module, x = FusedLayerNorm(256), torch.randn(3, 256)
-    function = fused_layernorm.layer_norm
-    dynamic = targets_of(lambda x, w: function(x, w), x, torch.randn(256), dynamic=True)
-    assert dynamic == ["layer_norm"]
+    of_rms = functools.partial(fused_layernorm.rms_norm, **OFFSET)
+    for function in (fused_layernorm.layer_norm, fused_layernorm.rms_norm, of_rms):
+        torch._dynamo.reset()
+        dynamic = targets_of(lambda x, w, f=function: f(x, w), x, torch.randn(256), dynamic=True)
+        assert dynamic == ["layer_norm"]
     torch.use_deterministic_algorithms(True)
     try:
         assert targets_of(module, x) == ["layer_norm"]
@@ -347,7 +346,7 @@ def test_options_under_plain_compile(device, options, dynamic):
 
 @chooses
 def test_a_scalar_input_under_plain_compile(device):
-    module = torch.compile(fused_layernorm.FusedLayerNorm(8).to(device), backend="aot_eager")
+    module = torch.compile(FusedLayerNorm(8).to(device), backend="aot_eager")
     with pytest.raises(Exception, match="expected input"):
         module(torch.tensor(1.0, device=device))
 
@@ -370,16 +369,13 @@ def test_channels_of_images_are_left_to_inductor(device, channels_last):
     assert [row.operator for row in rows] == 3 * ["layer_norm"]
 
 
-def permuted(x, w):
-    return F.layer_norm(x.permute(0, 2, 3, 1), w.shape, w).permute(0, 3, 1, 2)
-
-
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_channels_through_inductor(channels_last):
     """What Inductor computes before and behind the operator keeps the order in which it reads."""
 
     def function(x, w):
-        return torch.sin(permuted(torch.cos(x), w))
+        y = F.layer_norm(torch.cos(x).permute(0, 2, 3, 1), w.shape, w)
+        return torch.sin(y.permute(0, 3, 1, 2))
 
     x, w = torch.randn(2, 24, 5, 7), torch.randn(24, requires_grad=True)
     if channels_last:
@@ -394,7 +390,7 @@ def test_channels_through_inductor(channels_last):
 
 @chooses
 def test_swapped_modules_with_channels_apart(device):
-    module = fused_layernorm.FusedLayerNorm(96).to(device)
+    module = FusedLayerNorm(96).to(device)
     images = torch.randn(2, 96, 4, 5, device=device)
     assert targets_of(module, images.permute(0, 2, 3, 1)) == ["aten_layer_norm"]
     assert targets_of(module, images.permute(0, 2, 3, 1).contiguous()) == ["layer_norm"]
@@ -403,23 +399,13 @@ def test_swapped_modules_with_channels_apart(device):
 def test_swapped_modules_and_the_backend(device):
     """The pass decides again for captured operators, because Inductor need not follow it."""
     x = torch.randn(3, 256, device=device)
-    for module, args in (
-        (fused_layernorm.FusedLayerNorm(256), (x,)),
-        (fused_layernorm.FusedLayerNorm(256, activation="relu"), (x,)),
-        (fused_layernorm.FusedAddLayerNorm(256), (x, x)),
+    for module, args, operator in (
+        (FusedLayerNorm(256), (x,), "layer_norm"),
+        (FusedLayerNorm(256, activation="relu"), (x,), "layer_norm"),
+        (FusedAddLayerNorm(256), (x, x), "add_layer_norm"),
     ):
-        names: list[str] = []
-
-        def backend(graph_module, example_inputs, names=names):
-            fused_layernorm.fuse(graph_module, then="eager")
-            names += [str(n.target) for n in graph_module.graph.nodes if n.op == "call_function"]
-            return graph_module.forward
-
-        torch.compile(module.to(device), backend=backend)(*args)
-        assert names[0] in (
-            "fused_layernorm.layer_norm.default",
-            "fused_layernorm.add_layer_norm.default",
-        )
+        eager = functools.partial(fused_layernorm.fuse, then="eager")
+        assert targets_of(module.to(device), *args, through=eager)[0] == operator
 
 
 # ---- DTensor -------------------------------------------------------------------------------------
@@ -471,46 +457,47 @@ def test_dtensor(mesh):
 RMS: dict[str, Any] = {"statistic": "rms"}
 
 
-@pytest.mark.parametrize(
-    ("problem", "choice"),
-    [
-        (Problem(Fusion.PLAIN, 768, True), Choice.INDUCTOR),
-        (Problem(Fusion.PLAIN, 1152, True), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, 4096, False), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, 4096, True), Choice.INDUCTOR),
-        (Problem(Fusion.PLAIN, 32768, True), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, None, True), Choice.KERNEL),
-        (Problem(Fusion.RESIDUAL, 768, False), Choice.INDUCTOR),
-        (Problem(Fusion.MODULATED, 768, True), Choice.KERNEL),
-        (Problem(Fusion.MODULATED, None, True), Choice.KERNEL),
-        (Problem(Fusion.ACTIVATED, 1024, True), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, 768, True, with_inductor=False), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, 768, True, deterministic=True), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, 96, False), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, 96, False, is_apart=True), Choice.INDUCTOR),
-        (Problem(Fusion.ACTIVATED, 96, False, is_apart=True), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, 96, False, is_apart=True, with_inductor=False), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, None, False, is_apart=True), Choice.INDUCTOR),
-        (Problem(Fusion.MODULATED, 96, False, is_apart=True), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, 96, True, with_hidden_casts=True), Choice.PYTORCH),
-        (Problem(Fusion.PLAIN, 1152, True, with_hidden_casts=True), Choice.KERNEL),
-        (
-            Problem(Fusion.PLAIN, 96, True, deterministic=True, with_hidden_casts=True),
-            Choice.KERNEL,
-        ),
-        (Problem(Fusion.PLAIN, 4096, False, **RMS), Choice.INDUCTOR),
-        (Problem(Fusion.RESIDUAL, 2880, True, **RMS), Choice.INDUCTOR),
-        (Problem(Fusion.PLAIN, None, True, **RMS), Choice.INDUCTOR),
-        (Problem(Fusion.MODULATED, 4096, True, **RMS), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, 4096, True, with_inductor=False, **RMS), Choice.KERNEL),
-        (Problem(Fusion.PLAIN, 4096, True, deterministic=True, **RMS), Choice.KERNEL),
+CHOICES: dict[Choice, list[Problem]] = {
+    Choice.KERNEL: [
+        Problem(Fusion.PLAIN, 1152, True),
+        Problem(Fusion.PLAIN, 4096, False),
+        Problem(Fusion.PLAIN, 32768, True),
+        Problem(Fusion.PLAIN, None, True),
+        Problem(Fusion.MODULATED, 768, True),
+        Problem(Fusion.MODULATED, None, True),
+        Problem(Fusion.ACTIVATED, 1024, True),
+        Problem(Fusion.PLAIN, 768, True, with_inductor=False),
+        Problem(Fusion.PLAIN, 768, True, deterministic=True),
+        Problem(Fusion.PLAIN, 96, False),
+        Problem(Fusion.ACTIVATED, 96, False, is_apart=True),
+        Problem(Fusion.PLAIN, 96, False, is_apart=True, with_inductor=False),
+        Problem(Fusion.MODULATED, 96, False, is_apart=True),
+        Problem(Fusion.PLAIN, 1152, True, with_hidden_casts=True),
+        Problem(Fusion.PLAIN, 96, True, deterministic=True, with_hidden_casts=True),
+        Problem(Fusion.MODULATED, 4096, True, **RMS),
+        Problem(Fusion.PLAIN, 4096, True, with_inductor=False, **RMS),
+        Problem(Fusion.PLAIN, 4096, True, deterministic=True, **RMS),
     ],
-)
-def test_rules(problem, choice):
-    assert choose(problem).choice is choice
+    Choice.INDUCTOR: [
+        Problem(Fusion.PLAIN, 768, True),
+        Problem(Fusion.PLAIN, 4096, True),
+        Problem(Fusion.RESIDUAL, 768, False),
+        Problem(Fusion.PLAIN, 96, False, is_apart=True),
+        Problem(Fusion.PLAIN, None, False, is_apart=True),
+        Problem(Fusion.PLAIN, 4096, False, **RMS),
+        Problem(Fusion.RESIDUAL, 2880, True, **RMS),
+        Problem(Fusion.PLAIN, None, True, **RMS),
+    ],
+    Choice.PYTORCH: [Problem(Fusion.PLAIN, 96, True, with_hidden_casts=True)],
+}
 
 
-def test_every_problem_has_a_rule():
+def test_rules():
+    """And the last one fits every problem."""
+    for wanted, problems in CHOICES.items():
+        assert [(problem, choose(problem).choice) for problem in problems] == [
+            (problem, wanted) for problem in problems
+        ]
     last = rules.RULES[-1]
     assert last == rules.Rule(last.choice, last.reason)
 
@@ -539,14 +526,14 @@ def test_caches(monkeypatch, tmp_path):
     assert compile_afresh(module, x) == (0, 1)
     assert compile_afresh(module, x) == (1, 0)
 
-    other = (rules.Rule(Choice.INDUCTOR, "another reason"), *rules.RULES)
-    with monkeypatch.context() as patch:
-        patch.setattr(rules, "RULES", other)
-        assert compile_afresh(module, x) == (0, 1)  # the same graph, by other rules
-        assert compile_afresh(module, x) == (1, 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(rules, "RULES", (rules.Rule(Choice.KERNEL, "ours"), *rules.RULES))
-        assert compile_afresh(module, x) == (0, 1)  # another graph
+    for rule in (
+        rules.Rule(Choice.INDUCTOR, "the same graph"),
+        rules.Rule(Choice.KERNEL, "another"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(rules, "RULES", (rule, *rules.RULES))
+            assert compile_afresh(module, x) == (0, 1)
+            assert compile_afresh(module, x) == (1, 0)
     with monkeypatch.context() as patch:
         patch.setattr(ways, "version", lambda name: "99.0")
         assert compile_afresh(module, x) == (0, 1)

@@ -37,7 +37,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm as fl
-from fused_layernorm.compile import choice, graph_pass, patterns
+from fused_layernorm.compile import graph_pass, patterns
 from fused_layernorm.ops.operators import ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -468,12 +468,26 @@ def test_rounding_that_is_asked_for():
     assert rows[0].operator == LN
 
 
-def test_rounding_to_another_dtype(device):
-    """T5's class with a bfloat16 weight rounds float32 rows to bfloat16: the product is left."""
-    t = tensors(F32, device=device, parameter_dtype=BF16)
-    (row,), graph = check(model(T5 + "weight * z"), t, [LN])
-    assert "rounded to bfloat16" in row.notes[0] or "one dtype" in row.notes[0]
-    assert options_of(graph).round_before_weight is False
+SUMS = ("z * (2 + weight)", "z * (1.0 + weight.float()).to(x.dtype)")
+# A program, the dtypes of x and weight, what becomes of it, and the operator's options.
+OPTIONS: list[tuple[str, tuple[torch.dtype, ...], tuple[Any, ...], dict[str, Any]]] = [
+    # T5's class with a bfloat16 weight rounds float32 rows to bfloat16: the product is left.
+    (T5 + "weight * z", (F32, BF16), ([LN], "", "one dtype"), {"round_before_weight": False}),
+    # A half-precision branch is added to a float32 stream, which is not rounded before weight.
+    ("h = x.bfloat16() + residual; llama(h, weight), h", (F32, F32), ([ADD], "residual"),
+     {"round_before_weight": False}),
+    # The sum itself, rounded where the model rounds it, is the weight.
+    *((WEIGHTLESS + text, (dtype, dtype), ([LN],), {"weight_offset": 0.0})
+      for text in SUMS for dtype in (F32, BF16)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "dtypes", "expected", "options"), OPTIONS)
+def test_options(device, text, dtypes, expected, options):
+    t = tensors(dtypes[0], device=device, parameter_dtype=dtypes[1])
+    _, graph = check(model(text, llama=llama), t, *expected)
+    found = options_of(graph)
+    assert {name: getattr(found, name) for name in options} == options
 
 
 def test_rounding_between_float32_and_float32():
@@ -487,13 +501,6 @@ def test_rounding_between_float32_and_float32():
         "the norm is rounded to bfloat16 before its weight, beside an input of float32"
     ]
     assert torch.equal(result / t["weight"], function(t) / t["weight"])
-
-
-def test_a_float32_stream(device):
-    """A half-precision branch is added to a float32 stream, which is not rounded before weight."""
-    function = model("h = x.bfloat16() + residual; norm(h, weight), h", llama)
-    _, graph = check(function, tensors(device=device), [ADD], "residual")
-    assert options_of(graph).round_before_weight is False
 
 
 def test_heads_in_the_order_of_attention(device):
@@ -510,15 +517,6 @@ def test_weights_of_other_shapes(shape):
     t = tensors() | {"weight": torch.randn(shape).requires_grad_()}
     _, graph = check(function, t, [LN])
     assert options_of(graph).weight is None
-
-
-@pytest.mark.parametrize("text", ["z * (2 + weight)", "z * (1.0 + weight.float()).to(x.dtype)"])
-def test_sums_with_the_weight(text):
-    """The sum itself, rounded where the model rounds it, is the weight."""
-    for dtype in (F32, BF16):
-        torch._dynamo.reset()
-        _, graphs = assert_same(model(WEIGHTLESS + text), tensors(dtype))
-        assert options_of(graphs[0]).weight_offset == 0.0
 
 
 # ---- Writes and modes --------------------------------------------------------------------------
@@ -835,50 +833,20 @@ def test_forward_is_left_to_inductor(device, text, operator):
         torch.testing.assert_close(found[1][name], expected[1][name], rtol=0.02, atol=0.05)
 
 
-chooses = pytest.mark.skipif(not choice.CHOOSES, reason="Dynamo of torch 2.10 cannot choose")
-
-
-def seen_by_plain_compile(function, *args, **options):
-    """The graph that a backend without the pass gets; it gives the same as the function."""
-    graphs = []
+def test_swapped_classes_under_compile(device, monkeypatch):
+    """A swapped class is its own forward in a graph, where the graph pass finds it."""
+    monkeypatch.setattr(fl.stock, "_cpu_operators", True)
+    norm, x, graphs = WrittenHere(256).to(device), torch.randn(3, 256, device=device), []
+    stock = norm(x)
+    fl.swap_rms_norm(norm)
 
     def backend(graph_module, example_inputs):
         graphs.append(graph_module)
         return graph_module.forward
 
-    expected = function(*args)
-    found = torch.compile(function, backend=backend, fullgraph=True, **options)(*args)
-    torch.testing.assert_close(found, expected)
-    return graphs[0]
-
-
-@chooses
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("options", [{}, {"weight_offset": 1.0, "round_before_weight": True}])
-def test_calls_under_plain_compile(device, options, dynamic):
-    """Without the graph pass the rules leave to Inductor what it can write for a call."""
-
-    def function(x, w):
-        return fl.rms_norm(x, w, **options)
-
-    x, w = torch.randn(3, 256, device=device), torch.randn(256, device=device)
-    graph = seen_by_plain_compile(function, x, w, dynamic=dynamic)
-    # Where the width is not known, the rules are not asked.
-    expected = [LN] if dynamic else ["aten_layer_norm"] if options else []
-    assert operators_of(graph) == expected
-
-
-@chooses
-def test_swapped_classes_under_compile(device, monkeypatch):
-    """A swapped class is its own forward in a graph, where the graph pass finds it."""
-    monkeypatch.setattr(fl.stock, "_cpu_operators", True)
-    norm, x = WrittenHere(256).to(device), torch.randn(3, 256, device=device)
-    stock = norm(x)
-    fl.swap_rms_norm(norm)
-    graph = seen_by_plain_compile(norm, x)
-    torch.testing.assert_close(norm(x), stock)
-    assert operators_of(graph) == []
-    assert operators_of(fl.fuse(graph)) != []
+    torch.testing.assert_close(torch.compile(norm, backend=backend, fullgraph=True)(x), stock)
+    assert operators_of(graphs[0]) == []
+    assert operators_of(fl.fuse(graphs[0])) != []
 
 
 class Block(nn.Module):

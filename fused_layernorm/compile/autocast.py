@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from ..ops.arguments import HALF
-from .reading import dtype_of, is_tensor
+from .reading import dtype_of, is_tensor, read
 
 # Functions, and methods by name, that autocast runs in half precision.
 _CASTING: set[Any] = {
@@ -26,14 +26,12 @@ _CASTING: set[Any] = {
     F.scaled_dot_product_attention,
     *("matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm"),
 }
-# Functions and methods that return the elements of their first argument in another layout; those of
-# _PADS count only if they add nothing but zeros.
+# Functions and methods that, as views do, return the elements of their first argument in another
+# layout; those of _PADS count only if they add nothing but zeros.
 _PADS: set[Any] = {F.pad, torch._C._nn.pad}
 _MOVING: set[Any] = {
-    *(operator.getitem, torch.reshape, torch.flatten, torch.unflatten, torch.squeeze),
-    *(torch.unsqueeze, torch.permute, torch.transpose, torch.movedim, torch.clone, torch.roll),
-    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "permute"),
-    *("transpose", "movedim", "contiguous", "clone", "roll"),
+    *(operator.getitem, torch.movedim, torch.clone, torch.roll),
+    *("movedim", "contiguous", "clone", "roll"),
     *_PADS,
 }
 
@@ -72,12 +70,12 @@ def narrowed(y: Node) -> Narrowed | None:
 
 def _is_moved(user: Node, node: Node) -> bool:
     """Whether user is the node's result in another layout."""
-    given = [*user.args[1:], *user.kwargs.values()]
+    call, given = read(user), [*user.args[1:], *user.kwargs.values()]
     return (
-        user.target in _MOVING
+        (user.target in _MOVING or (call is not None and call.name == "view"))
         and user.args[:1] == (node,)
         and user.all_input_nodes == [node]
-        # A view in another dtype shows the bytes, not the numbers.
+        # A view in another dtype, or in today's, would show the bytes, not the numbers.
         and not any(isinstance(value, torch.dtype) for value in given)
         and (user.target not in _PADS or all(v in ("constant", None, 0) for v in given[1:]))
     )

@@ -128,25 +128,27 @@ class Explanation:
     graphs: int
 
     def __str__(self) -> str:
-        graphs = f"{self.graphs} graph" + "s" * (self.graphs != 1)
+        norms, graphs = (
+            f"{count} {what}" + "s" * (count != 1)
+            for count, what in ((len(self.rows), "norm"), (self.graphs, "graph"))
+        )
         if not self.rows:
             return f"no norm on CUDA in {graphs}"
         table = [("where", "shape", "dtype", "written as", "fused with it", "operator")]
         remarks: dict[str, int] = {}  # by number: a rule's reason, or what was left and why
         for row in self.rows:
-            said = [row.reason] * bool(row.reason) + row.notes
-            marks = [remarks.setdefault(remark, len(remarks) + 1) for remark in said]
-            shape, fused = " x ".join(map(str, row.shape)), ", ".join(row.fused) or "-"
+            said = filter(None, [row.reason, *row.notes])
+            marks = [str(remarks.setdefault(remark, len(remarks) + 1)) for remark in said]
             # The operators' names are those of layer norms.
             operator = row.operator or "left"
             operator += ', "rms"' * (row.statistic == "rms" and row.operator is not None)
-            operator += f" [{','.join(map(str, marks))}]" * bool(marks)
-            where = row.where or row.name
-            table.append((where, shape, name_of(row.dtype), row.form, fused, operator))
+            operator += f" [{','.join(marks)}]" * bool(marks)
+            shape, fused = " x ".join(map(str, row.shape)), ", ".join(row.fused) or "-"
+            named = (row.where or row.name, shape, name_of(row.dtype), row.form)
+            table.append((*named, fused, operator))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        norms = f"{len(self.rows)} norm" + "s" * (len(self.rows) != 1)
         replaced = sum(row.operator is not None for row in self.rows)
         lines += ["", f"{norms} in {graphs}, {replaced} replaced"]
         return "\n".join([*lines, *(f"[{number}] {remark}" for remark, number in remarks.items())])
@@ -157,14 +159,11 @@ def explain(
 ) -> Explanation:
     """Runs ``model(*args, **kwargs)`` once and says what became of every norm in it.
 
-    The result prints as a table: where each norm stands, what is fused with it, which operator
-    takes its place and by which rule, and what was left and why. An operator whose name begins with
-    ``aten_`` leaves the forward pass to Inductor and has this package's backward pass. Functions
-    that torch.compile has compiled in this process are compiled again at their next call.
-
-    Args:
-        model: a module or a function.
-        then: as in :func:`fuse`.
+    ``model`` is a module or a function, ``then`` as in :func:`fuse`. The result prints as a table:
+    where each norm stands, what is fused with it, which operator takes its place and by which rule,
+    and what was left and why. An operator whose name begins with ``aten_`` leaves the forward pass
+    to Inductor and has this package's backward pass. Functions that torch.compile has compiled in
+    this process are compiled again at their next call.
     """
     found = Explanation([], 0)
 

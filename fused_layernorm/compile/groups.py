@@ -30,19 +30,14 @@ from .sites import Site, are_equal
 _aten = torch.ops.aten
 
 
-@reads(F.group_norm, torch.group_norm, _aten.group_norm.default)
-def _group_norm(
-    input: Any, num_groups: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5,
-    cudnn_enabled: Any = True,
-) -> Call | None:  # fmt: skip
-    return Call("group_norm", (input, num_groups, weight, bias, eps))
-
-
-@reads(torch.native_group_norm, _aten.native_group_norm.default)
-def _native_group_norm(
-    input: Any, weight: Any, bias: Any, N: Any, C: Any, HxW: Any, group: Any, eps: Any
-) -> Call | None:
-    return Call("native_group_norm", (input, group, weight, bias, eps))
+# fmt: off
+reads(F.group_norm, torch.group_norm, _aten.group_norm.default)(
+    lambda input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True:
+    Call("group_norm", (input, num_groups, weight, bias, eps)))
+reads(torch.native_group_norm, _aten.native_group_norm.default)(
+    lambda input, weight, bias, N, C, HxW, group, eps:
+    Call("native_group_norm", (input, group, weight, bias, eps)))
+# fmt: on
 
 
 @reads(F.instance_norm)
@@ -96,10 +91,10 @@ class GroupSite(Site):
         last = (a.eps, a.activation, a.output_scale, a.out_dtype)
         return (a.input, self.num_groups, a.shift, a.scale, a.weight, a.bias, *last)
 
-    def as_read(self, y: Node, maker: Any) -> Node:
+    def as_read(self, y: Node, make: Any) -> Node:
         if have_same_strides(*map(value_of, (self.y, y))) or _users_do_not_mind(self.y, y):
             return y
-        return maker.make(_aten.contiguous.default, (y,))
+        return make(_aten.contiguous.default, (y,))
 
 
 def find(node: Node) -> GroupSite | None:

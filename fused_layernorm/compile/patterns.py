@@ -78,22 +78,19 @@ class Match(NamedTuple):
         return self._replace(nodes=self.nodes | {n for n in nodes if isinstance(n, Node)})
 
 
-def parse(expression: str) -> Any:
-    """A pattern: a name, a number, or a Call of patterns."""
-    return _pattern(ast.parse(expression, mode="eval").body)
-
-
-def _pattern(tree: Any) -> Any:
-    match tree:
-        case ast.Name():
-            return tree.id
-        case ast.Constant():
-            return tree.value
-        case ast.BinOp():
-            return Call(_OPERATIONS[type(tree.op)], (_pattern(tree.left), _pattern(tree.right)))
-        case ast.Call(func=ast.Name(id=name)):
-            return Call(name, tuple(map(_pattern, tree.args)))
-    raise ValueError(f"no pattern: {ast.unparse(tree)}")
+def parse(expression: Any) -> Any:
+    """The pattern of an expression, given as text or tree: a name, a number, or a Call of these."""
+    is_text = isinstance(expression, str)
+    match ast.parse(expression, mode="eval").body if is_text else expression:
+        case ast.Name(id=name):
+            return name
+        case ast.Constant(value=number):
+            return number
+        case ast.BinOp(left=left, op=op, right=right):
+            return Call(_OPERATIONS[type(op)], (parse(left), parse(right)))
+        case ast.Call(func=ast.Name(id=name), args=args):
+            return Call(name, tuple(map(parse, args)))
+    raise ValueError(f"no pattern: {expression}")
 
 
 def matches(pattern: Any, value: Any, match: Match) -> Iterator[Match]:

@@ -60,8 +60,8 @@ def is_number(value: Any) -> bool:
 # ---- A reader for each operation: its signature has the arguments that it understands ------------
 
 _Reader = Callable[..., Call | None]
-_readers: dict[Any, tuple[_Reader, inspect.Signature]] = {}
-_readers_of_nodes: dict[Any, _Reader] = {}  # these take the node itself
+# By target; a reader without a signature takes the node itself.
+_readers: dict[Any, tuple[_Reader, inspect.Signature | None]] = {}
 
 
 def reads(*targets: Any, node: bool = False) -> Callable[[_Reader], _Reader]:
@@ -71,11 +71,8 @@ def reads(*targets: Any, node: bool = False) -> Callable[[_Reader], _Reader]:
     """
 
     def register(reader: _Reader) -> _Reader:
-        for target in targets:
-            if node:
-                _readers_of_nodes[target] = reader
-            else:
-                _readers[target] = reader, inspect.signature(reader)
+        signature = None if node else inspect.signature(reader)
+        _readers.update(dict.fromkeys(targets, (reader, signature)))
         return reader
 
     return register
@@ -87,11 +84,9 @@ def read(value: Any) -> Call | None:
         return value
     if not isinstance(value, Node) or value.op not in ("call_function", "call_method"):
         return None
-    if value.target in _readers_of_nodes:
-        return _readers_of_nodes[value.target](value)
-    if value.target not in _readers:
-        return None
-    reader, signature = _readers[value.target]
+    reader, signature = _readers.get(value.target, (None, None))
+    if reader is None or signature is None:
+        return None if reader is None else reader(value)
     try:
         bound = signature.bind(*value.args, **value.kwargs)
     except TypeError:
@@ -99,62 +94,61 @@ def read(value: Any) -> Call | None:
     return reader(*bound.args, **bound.kwargs)
 
 
-@reads(operator.add, torch.add, "add", "__add__", "__radd__", aten.add.Tensor, aten.add.Scalar)
-def _add(input: Any, other: Any, *, alpha: Any = 1) -> Call | None:
-    return Call("add", (input, other)) if alpha == 1 else None
-
-
-@reads(operator.sub, torch.sub, "sub", "__sub__", aten.sub.Tensor, aten.sub.Scalar)
-def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Call | None:
-    return Call("sub", (input, other)) if alpha == 1 else None
-
-
 def _is_one(value: Any) -> bool:
     return isinstance(value, (int, float)) and value == 1
 
 
-@reads(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__")
-@reads(aten.mul.Tensor, aten.mul.Scalar)
-def _mul(input: Any, other: Any) -> Call:
-    if _is_one(input) or _is_one(other):
-        return Call("same", (other if _is_one(input) else input,))
-    return Call("mul", (input, other))
+def _product(name: str, input: Any, other: Any) -> Call:
+    """A product or quotient; one that changes nothing is the same."""
+    if _is_one(other):
+        return Call("same", (input,))
+    return (
+        Call("same", (other,)) if name == "mul" and _is_one(input) else Call(name, (input, other))
+    )
 
 
-@reads(operator.truediv, torch.div, torch.true_divide, "div", "true_divide", "__truediv__")
-@reads(aten.div.Tensor, aten.div.Scalar)
-def _div(input: Any, other: Any) -> Call:
-    return Call("same", (input,)) if _is_one(other) else Call("div", (input, other))
+def _unary(name: str) -> _Reader:
+    return lambda input, inplace=False: None if inplace else Call(name, (input,))
 
 
-@reads(torch.addcmul, "addcmul", aten.addcmul.default)
-def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Call | None:
-    return Call("add", (input, Call("mul", (tensor1, tensor2)))) if value == 1 else None
+def _power(input: Any, exponent: Any) -> Call:
+    name = {0.5: "sqrt", -0.5: "rsqrt"}.get(exponent) if isinstance(exponent, float) else None
+    return Call(name, (input,)) if name else Call("pow", (input, exponent))
 
 
-@reads(operator.pow, torch.pow, "pow", "__pow__", aten.pow.Tensor_Scalar)
-def _pow(input: Any, exponent: Any) -> Call:
-    roots = {0.5: "sqrt", -0.5: "rsqrt"}
-    if isinstance(exponent, float) and exponent in roots:
-        return Call(roots[exponent], (input,))
-    return Call("pow", (input, exponent))
-
-
+# fmt: off
+reads(operator.add, torch.add, "add", "__add__", "__radd__", aten.add.Tensor, aten.add.Scalar)(
+    lambda input, other, *, alpha=1: Call("add", (input, other)) if alpha == 1 else None)
+reads(operator.sub, torch.sub, "sub", "__sub__", aten.sub.Tensor, aten.sub.Scalar)(
+    lambda input, other, *, alpha=1: Call("sub", (input, other)) if alpha == 1 else None)
+reads(torch.addcmul, "addcmul", aten.addcmul.default)(
+    lambda input, tensor1, tensor2, *, value=1:
+    Call("add", (input, Call("mul", (tensor1, tensor2)))) if value == 1 else None)
+reads(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__",
+      aten.mul.Tensor, aten.mul.Scalar)(lambda input, other: _product("mul", input, other))
+reads(operator.truediv, torch.div, torch.true_divide, "div", "true_divide", "__truediv__",
+      aten.div.Tensor, aten.div.Scalar)(lambda input, other: _product("div", input, other))
+reads(operator.pow, torch.pow, "pow", "__pow__", aten.pow.Tensor_Scalar)(_power)
 reads(torch.square, "square", aten.square.default)(lambda input: Call("pow", (input, 2)))
+reads(torch.sqrt, "sqrt", aten.sqrt.default)(_unary("sqrt"))
+reads(torch.rsqrt, "rsqrt", aten.rsqrt.default)(_unary("rsqrt"))
+reads(torch.sigmoid, F.sigmoid, "sigmoid", aten.sigmoid.default)(_unary("sigmoid"))
+reads(torch.relu, F.relu, "relu", aten.relu.default)(_unary("relu"))
+reads(F.silu, torch._C._nn.silu, "silu", aten.silu.default)(_unary("silu"))
+reads(F.leaky_relu, torch._C._nn.leaky_relu, aten.leaky_relu.default)(
+    lambda input, negative_slope=0.01, inplace=False:
+    None if inplace or negative_slope != 0.01 else Call("leaky_relu", (input,)))
+# Dropout that drops nothing.
+reads(F.dropout, torch.dropout, aten.dropout.default)(
+    lambda input, p=0.5, training=True, inplace=False:
+    None if inplace or (training and p != 0) else Call("same", (input,)))
+# fmt: on
 
 
-def _reads_unary(name: str, *targets: Any) -> None:
-    def reader(input: Any, inplace: Any = False) -> Call | None:
-        return None if inplace else Call(name, (input,))
-
-    reads(*targets, name, getattr(torch, name, None), getattr(aten, name).default)(reader)
-
-
-_reads_unary("sqrt")
-_reads_unary("rsqrt")
-_reads_unary("sigmoid", F.sigmoid)
-_reads_unary("relu", F.relu)
-_reads_unary("silu", F.silu, torch._C._nn.silu)
+@reads(F.gelu, torch._C._nn.gelu, aten.gelu.default)
+def _gelu(input: Any, approximate: str = "none") -> Call | None:
+    names = {"none": "gelu", "tanh": "gelu_tanh"}
+    return Call(names[approximate], (input,)) if approximate in names else None
 
 
 def _reduction(name: str, input: Any, dim: Any) -> Call | None:
@@ -191,50 +185,26 @@ _reads_var("var", torch.var, "var", aten.var.correction, aten.var.dim)
 _reads_var("var_mean", torch.var_mean, aten.var_mean.correction, aten.var_mean.dim)
 
 
-@reads(F.gelu, torch._C._nn.gelu, aten.gelu.default)
-def _gelu(input: Any, approximate: str = "none") -> Call | None:
-    names = {"none": "gelu", "tanh": "gelu_tanh"}
-    return Call(names[approximate], (input,)) if approximate in names else None
-
-
-@reads(F.leaky_relu, torch._C._nn.leaky_relu, aten.leaky_relu.default)
-def _leaky_relu(input: Any, negative_slope: Any = 0.01, inplace: Any = False) -> Call | None:
-    return None if inplace or negative_slope != 0.01 else Call("leaky_relu", (input,))
-
-
-@reads(F.dropout, torch.dropout, aten.dropout.default)
-def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> Call | None:
-    """Dropout that drops nothing."""
-    return None if inplace or (training and p != 0) else Call("same", (input,))
-
-
 def _norm(name: str, shape: Any, input: Any, weight: Any, bias: Any, eps: Any, *more: Any) -> Call:
     """A norm by its input, weight, bias, eps, weight_offset and round_before_weight."""
     operands = (input, weight, bias, rms_eps(eps, value_of(input)), *(more or (0.0, False)))
     return Call(name, operands, len(shape))
 
 
-@reads(F.layer_norm, torch.layer_norm, aten.layer_norm.default)
-def _layer_norm(
-    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5,
-    cudnn_enable: Any = True,
-) -> Call | None:  # fmt: skip
-    return _norm("layer_norm", normalized_shape, input, weight, bias, eps)
-
-
-@reads(torch.native_layer_norm, aten.native_layer_norm.default)
-def _native_layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any) -> Call:
-    return _norm("native_layer_norm", normalized_shape, input, weight, bias, eps)
-
-
-@reads(F.rms_norm, torch.rms_norm, aten.rms_norm.default)
-def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Call:
-    return _norm("rms_norm", normalized_shape, input, weight, None, eps)
-
-
-@reads(torch._fused_rms_norm, aten._fused_rms_norm.default)
-def _fused_rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: Any) -> Call:
-    return _norm("_fused_rms_norm", normalized_shape, input, weight, None, eps)
+# fmt: off
+reads(F.layer_norm, torch.layer_norm, aten.layer_norm.default)(
+    lambda input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True:
+    _norm("layer_norm", normalized_shape, input, weight, bias, eps))
+reads(torch.native_layer_norm, aten.native_layer_norm.default)(
+    lambda input, normalized_shape, weight, bias, eps:
+    _norm("native_layer_norm", normalized_shape, input, weight, bias, eps))
+reads(F.rms_norm, torch.rms_norm, aten.rms_norm.default)(
+    lambda input, normalized_shape, weight=None, eps=None:
+    _norm("rms_norm", normalized_shape, input, weight, None, eps))
+reads(torch._fused_rms_norm, aten._fused_rms_norm.default)(
+    lambda input, normalized_shape, weight, eps:
+    _norm("_fused_rms_norm", normalized_shape, input, weight, None, eps))
+# fmt: on
 
 
 @reads(load.layer_norm, VARIANTS[load.layer_norm])

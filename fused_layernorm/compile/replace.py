@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -191,34 +191,35 @@ def _check_effects(site: Site, arguments: Arguments, effects: Effects, functiona
 # ---- The replacement -----------------------------------------------------------------------------
 
 
-class Maker:
-    """Makes nodes before a node, in the modes of the one beside them; an error erases them."""
+Make = Callable[..., Node]
 
-    def __init__(self, graph: Graph, before: Node, beside: Node, effects: Effects) -> None:
-        self._graph, self._beside, self._effects = graph, beside, effects
-        self._key = "example_value" if "example_value" in beside.meta else "val"
-        self._made: list[Node] = []
-        self._place = graph.inserting_before(before)
 
-    def __enter__(self) -> Maker:
-        self._place.__enter__()
-        return self
+@contextlib.contextmanager
+def making(graph: Graph, before: Node, beside: Node, effects: Effects) -> Iterator[Make]:
+    """Gives what makes nodes before a node, in the modes of the one beside them; an error erases
+    them."""
+    made: list[Node] = []
 
-    def __exit__(self, kind: Any, *error: Any) -> None:
-        self._place.__exit__(kind, *error)
-        while kind is not None and self._made:
-            self._graph.erase_node(self._made.pop())
-
-    def make(self, target: Any, args: Any, kwargs: Any = None, op: str = "call_function") -> Node:
-        node = self._graph.create_node(op, target, args, kwargs or {})
-        self._made.append(node)
-        node.meta.update({key: value for key, value in self._beside.meta.items() if key in _KEPT})
-        self.set_example(node, example_of(node))
-        self._effects.place(node, self._beside)
+    def make(target: Any, args: Any, kwargs: Any = None, op: str = "call_function") -> Node:
+        node = graph.create_node(op, target, args, kwargs or {})
+        made.append(node)
+        node.meta.update({key: value for key, value in beside.meta.items() if key in _KEPT})
+        node.meta[_key_of(beside)] = example_of(node)
+        effects.place(node, beside)
         return node
 
-    def set_example(self, node: Node, value: Any) -> None:
-        node.meta[self._key] = value
+    try:
+        with graph.inserting_before(before):
+            yield make
+    except Exception:
+        while made:
+            graph.erase_node(made.pop())
+        raise
+
+
+def _key_of(node: Node) -> str:
+    """The key of a node's example in its metadata."""
+    return "example_value" if "example_value" in node.meta else "val"
 
 
 def example_of(node: Node) -> Any:
@@ -249,23 +250,23 @@ def apply(replacement: Replacement, fused: OpOverload, graph: Graph, effects: Ef
     site, arguments = replacement.site, replacement.arguments
     following = site.y if replacement.after is None else replacement.after.next
     olds = [site.y] if site.residual_out is None else [site.y, site.residual_out]
-    with Maker(graph, following, site.norm, effects) as maker:
+    with making(graph, following, site.norm, effects) as make:
         rows: dict[str, Any] = {}
         if isinstance(arguments.scale, Viewed):  # under the views that the graph gives 1 + scale
             rows["scale"] = arguments.scale.base
             for view in arguments.scale.views:
                 args = (rows["scale"], *view.args[1:])
-                rows["scale"] = maker.make(view.target, args, view.kwargs, view.op)
+                rows["scale"] = make(view.target, args, view.kwargs, view.op)
         if site.has_rows and (site.residual is not None or site.is_modulated):
             for name in ("input", "residual"):
                 operand = getattr(arguments, name)
                 if operand is not None and is_apart(operand, site):
-                    rows[name] = maker.make(torch.ops.aten.contiguous.default, (operand,))
+                    rows[name] = make(torch.ops.aten.contiguous.default, (operand,))
         arguments = arguments._replace(**rows)
-        node = maker.make(fused, site.lay_out(arguments))
-        outputs = [site.as_read(node, maker)]
+        node = make(fused, site.lay_out(arguments))
+        outputs = [site.as_read(node, make)]
         if site.residual_out is not None:
-            outputs = [maker.make(operator.getitem, (node, i)) for i in range(2)]
+            outputs = [make(operator.getitem, (node, i)) for i in range(2)]
         dtypes = [arguments.out_dtype, *map(dtype_of, olds[1:])]
         for old, output, dtype in zip(olds, outputs, dtypes, strict=True):
             _check_alike(old, output, dtype, site.has_rows)
@@ -273,15 +274,16 @@ def apply(replacement: Replacement, fused: OpOverload, graph: Graph, effects: Ef
     values = [value_of(old) for old in olds]
     if replacement.narrowed is not None or not have_same_strides(values[0], value_of(outputs[0])):
         values[0] = value_of(outputs[0])
+    key = _key_of(site.norm)
     if site.has_rows:
-        maker.set_example(node, values[0] if site.residual_out is None else tuple(values))
+        node.meta[key] = values[0] if site.residual_out is None else tuple(values)
     for old, output, value in zip(olds, outputs, values, strict=True):
-        maker.set_example(output, value)
+        output.meta[key] = value
         old.replace_all_uses_with(output)
     for old in olds:
         erase(old, graph)
     for moved in () if replacement.narrowed is None else replacement.narrowed.moved:
-        maker.set_example(moved, example_of(moved))
+        moved.meta[key] = example_of(moved)
 
 
 def is_apart(operand: Any, site: Site) -> bool:
@@ -303,12 +305,13 @@ def _check_alike(old: Node, new: Node, dtype: Any, of_rows: bool) -> None:
     Of the strides of an operator that is not of rows, `as_read` decides.
     """
     one, other = value_of(old), value_of(new)
-    for what, is_same in (
-        ("dtype", other.dtype == dtype),
-        ("device", one.device == other.device),
-        ("shape", are_equal(one.shape, other.shape)),
-        ("strides", not of_rows or have_same_strides(one, other)),
-    ):
+    alike = {
+        "dtype": other.dtype == dtype,
+        "device": one.device == other.device,
+        "shape": are_equal(one.shape, other.shape),
+        "strides": not of_rows or have_same_strides(one, other),
+    }
+    for what, is_same in alike.items():
         if not is_same:
             raise NotFused(f"the {what} would not be known to be that of {old.name}")
 

@@ -98,7 +98,7 @@ class Site:
         """The operator's arguments in the order of its schema."""
         return operator_of(a).lay_out(a)
 
-    def as_read(self, y: Node, maker: Any) -> Node:
+    def as_read(self, y: Node, make: Any) -> Node:
         """What takes the place of the site's result, of what the operator gives."""
         return y
 
@@ -160,8 +160,8 @@ def _called(node: Node, call: Call) -> Site | None:
     if not is_tensor(input):
         return None
     is_rms, form = call.name == "rms_norm", getattr(node.target, "__name__", str(node.target))
-    site = Site(node, call.name if is_rms else form, input, call.over, weight, bias, eps, y=node)
-    site.nodes, site.weight_offset = frozenset({node}), weight_offset
+    site = Site(node, call.name if is_rms else form, input, call.over, weight, bias, eps, y=node,
+                nodes=frozenset({node}), weight_offset=weight_offset)  # fmt: skip
     site.statistic = "rms" if is_rms else "layer"
     site.saved = None if is_rms else input  # PyTorch's rms_norm may save a float32 copy
     site.rounded = dtype_of(input) if rounds and dtype_of(input) in HALF else None
@@ -266,25 +266,14 @@ def modulated(site: S) -> S:
 def _affine(site: Site) -> Site:
     for _, found in _behind(site, patterns.AFFINES):
         if site.statistic == "rms" and found.weight is not None:
-            halves = _dtypes_of_casts(site.y, found.nodes).intersection(HALF)
+            # Of the norm's result, and of its casts in front of the weight.
+            casts = (n for n in found.nodes if site.y in before_casts(n, only_widening=False))
+            halves = {*map(dtype_of, (site.y, *casts))}.intersection(HALF)
             if len(halves) > 1:
                 continue  # no operator rounds twice
             found.rounded = next(iter(halves), None)
         return found
     return site
-
-
-def _dtypes_of_casts(node: Node, nodes: frozenset[Node]) -> set[torch.dtype]:
-    """The dtypes of a node, of the casts of it among these nodes, of the casts of these, etc."""
-    found, pending = set(), [node]
-    while pending:
-        node = pending.pop()
-        found.add(dtype_of(node))
-        for user in node.users:
-            call = read(user)
-            if user in nodes and call is not None and call.name in ("cast", "same"):
-                pending.append(user)
-    return found
 
 
 def activated(site: S) -> S:
