@@ -4,7 +4,6 @@
 import functools
 import gc
 import inspect
-import itertools
 import json
 import re
 import sys
@@ -20,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # for numerics.py, in any import
 
 # What makes a CUDA tensor, unless it is a fake one.
 MAKES_CUDA = re.compile(r"""["']cuda(:\d+)?["']\s*[,)]|\.cuda\(""")
-LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
 def uses_cuda(item):
@@ -37,47 +35,28 @@ def says_cuda(function):
     return MAKES_CUDA.search(source) is not None and "FakeTensorMode" not in source
 
 
+def devices():
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def pytest_collection_modifyitems(config, items):
     """Leaves out the tests for which there are too few GPUs; one without its marker is an error."""
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    left_out: dict[str, list[Any]] = {}
-    unmarked = []
-    for item in items:
-        of_one, of_two = map(item.get_closest_marker, ("gpu", "multi_gpu"))
-        if of_two and devices < 2:
-            left_out.setdefault(f"need two CUDA devices, {devices} found", []).append(item)
-        elif of_one and devices < 1:
-            left_out.setdefault("need a CUDA device", []).append(item)
-        elif not (of_one or of_two) and uses_cuda(item):
-            unmarked.append(item.nodeid)
-    if unmarked:
+    needed = [
+        2 if item.get_closest_marker("multi_gpu") else int(bool(item.get_closest_marker("gpu")))
+        for item in items
+    ]
+    pairs = [*zip(items, needed, strict=True)]
+    if unmarked := [item.nodeid for item, n in pairs if n == 0 and uses_cuda(item)]:
         raise pytest.UsageError("tests that use CUDA need the marker gpu: " + ", ".join(unmarked))
-    gone = set(itertools.chain(*left_out.values()))
-    items[:] = [item for item in items if item not in gone]
-    config.hook.pytest_deselected(items=list(gone))
-    config.stash[LEFT_OUT] = {reason: len(tests) for reason, tests in left_out.items()}
+    there = devices()
+    config.hook.pytest_deselected(items=[item for item, n in pairs if n > there])
+    items[:] = [item for item, n in pairs if n <= there]
 
 
-class OfWorkers:
-    """Brings what pytest-xdist's workers left out, which is the same in each, to the terminal."""
-
-    def pytest_sessionfinish(self, session):
-        if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, {})
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node):
-        node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
-
-
-def pytest_configure(config):
-    config.pluginmanager.register(OfWorkers())
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if left_out := config.stash.get(LEFT_OUT, {}):
-        reasons = ", ".join(f"{count} that {reason}" for reason, count in left_out.items())
-        terminalreporter.write_line(f"left out: {reasons}")
+def pytest_terminal_summary(terminalreporter):
+    if devices() < 2:
+        missing = "two CUDA devices" if devices() else "a CUDA device"
+        terminalreporter.write_line(f"left out: the tests that need {missing}")
 
 
 @pytest.fixture(
@@ -136,29 +115,25 @@ class Plans:
     def force(self, options):
         torch.ops.fused_layernorm._force(options)
 
-    def of(self, rows, cols, dtype, *, device="cuda", **problem):
+    def of(self, rows, cols, dtype, **problem):
         """The plan of a problem on the CUDA device, or None if the forced plan cannot run it.
 
         `problem` has the other arguments of the operator `_plan`. By default all types are dtype,
         nothing is fused, and all gradients are asked for.
         """
-        properties: Any = torch.cuda.get_device_properties(device)
+        properties: Any = torch.cuda.get_device_properties("cuda")
+        chip = {
+            "capability": 10 * properties.major + properties.minor,
+            "sms": properties.multi_processor_count,
+            "shared_memory": properties.shared_memory_per_block_optin,
+            "l2_bytes": properties.L2_cache_size,
+        }
         try:
-            plan = torch.ops.fused_layernorm._plan(
-                rows,
-                cols,
-                dtype,
-                **problem,
-                capability=10 * properties.major + properties.minor,
-                sms=properties.multi_processor_count,
-                shared_memory=properties.shared_memory_per_block_optin,
-                l2_bytes=properties.L2_cache_size,
-            )
+            return json.loads(torch.ops.fused_layernorm._plan(rows, cols, dtype, **problem, **chip))
         except (RuntimeError, ValueError) as error:
             if "cannot run" not in str(error):
                 raise
             return None
-        return json.loads(plan)
 
 
 @pytest.fixture

@@ -17,11 +17,9 @@ NAMES = {
     "gated": ("x", "residual", "gate", "shift", "scale", "weight", "bias"),
 }
 OPERATORS = {
-    "plain": "layer_norm",
-    "residual": "add_layer_norm",
-    "modulated": "ada_layer_norm",
+    "plain": "layer_norm", "residual": "add_layer_norm", "modulated": "ada_layer_norm",
     "gated": "add_ada_layer_norm",
-}
+}  # fmt: skip
 # Norms whose functions have other arguments: of groups of channels, with a gate behind or in front,
 # over one dimension.
 OTHERS = {

@@ -235,12 +235,10 @@ def misaligned(tensor, by=1):
 
 # Of modulations. A chunk is one of six of a larger tensor, as diffusion transformers cut theirs.
 LAYOUTS: dict[str, Any] = {
-    "contiguous": lambda x: x,
-    "chunk": lambda x: torch.cat([x] * 6, -1).chunk(6, -1)[2],
+    "contiguous": lambda x: x, "chunk": lambda x: torch.cat([x] * 6, -1).chunk(6, -1)[2],
     "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-    "transposed": lambda x: swapped(x, -1, -2) if x.dim() > 1 else x,
-    "misaligned": misaligned,
-}
+    "transposed": lambda x: swapped(x, -1, -2) if x.dim() > 1 else x, "misaligned": misaligned,
+}  # fmt: skip
 
 
 def swapped(x, *dims):
@@ -468,15 +466,11 @@ class Problem(Call):
 
 # The shapes of modulations of an input of shape (B, S, D).
 MODULATIONS = {
-    "all": lambda b, s, d: (d,),
-    "sample": lambda b, s, d: (b, 1, d),
-    "token": lambda b, s, d: (b, s, d),
-    "position": lambda b, s, d: (1, s, d),
-    "position without a batch": lambda b, s, d: (s, d),
-    "number": lambda b, s, d: (),
-    "number of a sample": lambda b, s, d: (b, 1, 1),
-    "number of a token": lambda b, s, d: (b, s, 1),
-}
+    "all": lambda b, s, d: (d,), "sample": lambda b, s, d: (b, 1, d),
+    "token": lambda b, s, d: (b, s, d), "position": lambda b, s, d: (1, s, d),
+    "position without a batch": lambda b, s, d: (s, d), "number": lambda b, s, d: (),
+    "number of a sample": lambda b, s, d: (b, 1, 1), "number of a token": lambda b, s, d: (b, s, 1),
+}  # fmt: skip
 
 
 def modulated(shape, kind="sample", *, gated=False, dtypes=(torch.float32,) * 4, **others):

@@ -5,25 +5,15 @@ Nothing here is fast, and nothing is shared with the package. Whoever wants floa
 of float64 (layer_norm, add and gated_add make them so); PyTorch differentiates the formulas, so
 that no gradient is written out.
 
-With cols the number of elements normalized over, and sums over them:
+With a modulation scale and shift are tensors, and the activation's factor is output_scale:
 
-    mean = sum(x) / cols                      rstd = 1 / sqrt(sum((x - mean)^2) / cols + eps)
-    xhat = (x - mean) * rstd                  z = xhat * (weight + weight_offset) + bias
-    y = activation(z) * scale
+    xhat = (x - mean) * rstd                    u = z * (1 + scale) + shift
+    z = xhat * (weight + weight_offset) + bias  y = activation(u) * output_scale
 
-With a modulation in front of the activation (scale is a number above, and a tensor here):
-
-    u = z * (1 + scale) + shift               y = activation(u) * output_scale
-    residual_out = residual + gate * input
-
-RMSNorm has a mean of zero. A head's row has a rotation behind the norm: of each pair of columns
-(a, b), by its angle,
-
-    y_a = z_a * cos - z_b * sin               y_b = z_b * cos + z_a * sin
-
-Groups of channels: a group of a sample is a row, weight and bias have a number for each channel,
-shift and scale one for each channel of each sample. A gate, of x's shape, stands behind an RMSNorm
-or in front of it, whose mean of squares may be taken over groups of columns.
+RMSNorm has a mean of zero. A head's row has a rotation behind the norm. A group of a sample is a
+row, weight and bias have a number for each channel, shift and scale one for each channel of each
+sample. A gate, of x's shape, stands behind an RMSNorm or in front of it, whose mean of squares may
+be taken over groups of columns.
 """
 
 import math
@@ -44,14 +34,10 @@ def activation_value(z, activation):
             return z * 0.5 * torch.erfc(-z / math.sqrt(2))
         case "gelu_tanh":
             return 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
-        case "silu":
-            return z / (1 + torch.exp(-z))
-        case "relu":
-            return torch.where(z <= 0, 0, z)  # NaN stays
-        case "leaky_relu":
-            return torch.where(z <= 0, z / 100, z)
-        case "sigmoid":
-            return 1 / (1 + torch.exp(-z))
+        case "silu" | "sigmoid":
+            return (z if activation == "silu" else 1) / (1 + torch.exp(-z))
+        case "relu" | "leaky_relu":
+            return torch.where(z <= 0, z / 100 if activation == "leaky_relu" else 0, z)  # NaN stays
     raise ValueError(activation)
 
 

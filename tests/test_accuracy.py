@@ -391,6 +391,7 @@ GATED_SHAPES: Any = [
     *((shape, {}) for shape in [(40,), (1, 8), (2, 3, 4, 8), (9, 1032), (2, 8200)]),
 ]  # fmt: skip
 GATED = [
+    Gated((8, 64), BF16, weight_offset=1.0, out_dtype=F32),  # added in float32
     *(Gated((5, 7, 64), x, weight, gate_dtype=gate, **form)
       for form in (*GATED_FORMS, {**GATED_FORMS[3], "weight_offset": 1.0})
       for x, gate, weight in GATED_DTYPES),

@@ -43,20 +43,14 @@ GROUPS = [
 ]
 # Rows, columns, dtype, and the strategies of the two directions.
 ROWS = [
-    (32_768, 512, BF16, "warp", "warp"),
-    (20_000, 229, BF16, "warp", "warp"),
-    (20_000, 1021, BF16, "warp", "block"),
-    (32_768, 4096, BF16, "block", "block"),
-    (20_000, 2561, BF16, "block", "block"),
-    (2048, 32_768, BF16, "block", "split"),
-    (64, 4096, BF16, "block", "few_rows"),
-    (512, 262_144, BF16, "ring", "split"),
-    (64, 150_528, F32, "ring", "split"),
-    (32, 2_097_152, BF16, "ring", "split"),
-    (16, 4_194_304, F32, "ring", "stream"),
-    (8, 9_437_184, BF16, "stream", "stream"),
+    (32_768, 512, BF16, "warp", "warp"), (20_000, 229, BF16, "warp", "warp"),
+    (20_000, 1021, BF16, "warp", "block"), (32_768, 4096, BF16, "block", "block"),
+    (20_000, 2561, BF16, "block", "block"), (2048, 32_768, BF16, "block", "split"),
+    (64, 4096, BF16, "block", "few_rows"), (512, 262_144, BF16, "ring", "split"),
+    (64, 150_528, F32, "ring", "split"), (32, 2_097_152, BF16, "ring", "split"),
+    (16, 4_194_304, F32, "ring", "stream"), (8, 9_437_184, BF16, "stream", "stream"),
     (350, 88_801, F32, "stream", "split"),
-]
+]  # fmt: skip
 GATES: list[Any] = [
     ("gated", (65_536, 128), {"affine": "weight"}),
     ("gated, few rows", (32, 128), {"affine": "weight"}),

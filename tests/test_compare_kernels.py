@@ -45,13 +45,11 @@ def test_reads_spills_and_size():
 @pytest.mark.parametrize(
     ("operation", "offset", "bank", "loose"),
     [
-        (LOAD_ARGUMENT, 0x210, 0, True),
-        (LOAD_ARGUMENT, 0x210, 3, False),
-        (LOAD_ARGUMENT, 0x20, 0, False),
-        (0x810, 0x210, 0, False),
+        (LOAD_ARGUMENT, 0x210, 0, True), (LOAD_ARGUMENT, 0x210, 3, False),
+        (LOAD_ARGUMENT, 0x20, 0, False), (0x810, 0x210, 0, False),
     ],
     ids=["an argument", "a constant", "what the driver keeps", "an immediate number"],
-)
+)  # fmt: skip
 def test_an_argument_may_lie_elsewhere(operation, offset, bank, loose):
     one, other = (kernel("k", instruction(operation, o, bank)) for o in (offset, offset + 8))
     assert one.exact != other.exact

@@ -8,6 +8,7 @@ up to which number of rows and columns, stands in golden_plans.txt.
 import contextlib
 import itertools
 import json
+import math
 import random
 import re
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import golden_plans
 import pytest
 import torch
-from golden_plans import DEVICES, plan
+from golden_plans import DEVICES, group_plan, plan
 
 import fused_layernorm  # noqa: F401  (registers the operators)
 
+OPS: Any = torch.ops.fused_layernorm
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 FORWARD = ("warp", "block", "ring", "stream")
 BACKWARD = ("warp", "few_rows", "block", "split", "stream")
@@ -420,23 +422,18 @@ HALF = {"dtype": BF16}
 WIDE_PARAMS = {"dtype": BF16, "weight_dtype": F32}  # as under autocast
 NARROW_Y = {"dtype": F32, "y_dtype": BF16}
 RESIDUAL, EPILOGUE, ANYWHERE = {"residual": True}, {"has_epilogue": True}, {"aligned": False}
-OF_ROWS = {"dtype": BF16, "backward": True, "group_rows": 1}  # each row has its own modulation
+BACKWARDS = {"backward": True}
 
 
 @pytest.mark.parametrize(
     ("problem", "threads"),
     [
-        ({}, 512),
-        (EPILOGUE, 768),
+        ({}, 512), (EPILOGUE, 768), ({**EPILOGUE, "needs_dparams": False}, 768),
         # The kernel with a residual also applies activations, but it is compiled for 512 threads.
         # So are the kernels for single elements, half precision and a dy of another type.
-        ({**EPILOGUE, **RESIDUAL}, 512),
-        ({**EPILOGUE, **ANYWHERE}, 512),
-        ({**EPILOGUE, **HALF}, 512),
-        ({**EPILOGUE, **NARROW_Y}, 512),
-        ({**EPILOGUE, "needs_dparams": False}, 768),
+        *(({**EPILOGUE, **more}, 512) for more in (RESIDUAL, ANYWHERE, HALF, NARROW_Y)),
     ],
-)
+)  # fmt: skip
 def test_threads_of_backwards_warps(problem, threads):
     p = plan(4_194_304, 64, backward=True, **problem)
     assert (p["strategy"], p["threads"]) == ("warp", threads)
@@ -446,13 +443,9 @@ def test_threads_of_backwards_warps(problem, threads):
 
 @pytest.mark.parametrize(
     ("problem", "cols", "teams", "width", "vecs"),
-    [
-        ({"dtype": F32}, 64, 64, 4, 2),
-        ({"dtype": F32}, 96, 32, 4, 2),
-        ({"dtype": F32, "aligned": False, "residual": True}, 37, 64, 1, 8),
-        ({"dtype": BF16}, 256, 32, 8, 2),
-    ],
-)
+    [({}, 64, 64, 4, 2), ({}, 96, 32, 4, 2), (HALF, 256, 32, 8, 2),
+     ({"aligned": False, "residual": True}, 37, 64, 1, 8)],
+)  # fmt: skip
 def test_sums_of_many_rows_are_sums_of_chains(problem, cols, teams, width, vecs):
     """Chains begin at 33 rows a logical warp. A thread has second sums for each of its columns."""
     all_teams = 132 * teams
@@ -483,14 +476,13 @@ def test_sums_of_groups_are_sums_of_chains():
     ("options", "rows", "cols", "sets"),
     [
         # Where the columns alone keep the device busy, there are no partial sums.
-        (HALF, 32, 2**22, 1),
+        (HALF, 32, 2**22, 1), ({"dtype": F64}, 1, 8192, 1),
         # As many sets of rows as run at once; the device holds 264 blocks.
         ({"dtype": F64}, 512, 65_536, 16),
         # One set of 150 blocks would leave multiprocessors idle. Seven sets take four rounds.
         ({"dtype": F64}, 1000, 150 * 4096, 7),
-        ({"dtype": F64}, 1, 8192, 1),
     ],
-)
+)  # fmt: skip
 def test_sets_of_rows_that_stream(options, rows, cols, sets):
     p = plan(rows, cols, backward=True, **options)
     assert p["strategy"] == "stream"
@@ -606,41 +598,33 @@ def test_what_is_planned_can_be_forced(backward):
     ("options", "problem"),
     [
         # There is no such kernel.
-        ("vecs=6", (9, 4096, {})),
-        ("vecs=1", (9, 4096, {})),
+        ("vecs=6", (9, 4096, {})), ("vecs=1", (9, 4096, {})),
         ("strategy=warp vecs=4", (9, 1024, {**HALF, **RESIDUAL})),
-        ("strategy=ring", (9, 65_536, RESIDUAL)),
-        ("strategy=ring", (9, 65_536, {"dtype": F64})),
-        ("strategy=ring", (9, 65_536, {"device": "A100"})),
+        *(("strategy=ring", (9, 65_536, problem))
+          for problem in (RESIDUAL, {"dtype": F64}, {"device": "A100"})),
         ("strategy=ring", (9, 65_537, ANYWHERE)),
-        ("bulk=1", (MANY, 1027, {**RESIDUAL, **ANYWHERE, "backward": True})),
-        ("strategy=split", (MANY, 65_536, {"y_dtype": BF16, "backward": True})),
-        ("strategy=split", (9, 65_536, {"dtype": F64, "backward": True})),
-        ("strategy=split bulk=0", (9, 65_536, {**ANYWHERE, "backward": True})),
+        ("bulk=1", (MANY, 1027, {**RESIDUAL, **ANYWHERE, **BACKWARDS})),
+        ("strategy=split", (MANY, 65_536, {"y_dtype": BF16, **BACKWARDS})),
+        ("strategy=split", (9, 65_536, {"dtype": F64, **BACKWARDS})),
+        ("strategy=split bulk=0", (9, 65_536, {**ANYWHERE, **BACKWARDS})),
         # The row does not fit.
-        ("strategy=block", (9, 40_968, HALF)),
-        ("strategy=block vecs=5", (9, 512, {})),
-        ("strategy=few_rows", (9, 8200, {**HALF, **RESIDUAL, "backward": True})),
+        ("strategy=block", (9, 40_968, HALF)), ("strategy=block vecs=5", (9, 512, {})),
+        ("strategy=few_rows", (9, 8200, {**HALF, **RESIDUAL, **BACKWARDS})),
         # Shared memory or threads do not suffice.
-        ("strategy=block stages=8", (MANY, 8192, {"backward": True})),
-        ("teams=9", (MANY, 1024, {"backward": True})),
-        ("strategy=few_rows teams=15", (9, 4096, {"backward": True})),
-        ("blocks_per_row=140", (9, 65_536, {})),
-        ("blocks_per_row=1", (MANY, 65_536, {"backward": True})),
+        ("strategy=block stages=8", (MANY, 8192, BACKWARDS)), ("teams=9", (MANY, 1024, BACKWARDS)),
+        ("strategy=few_rows teams=15", (9, 4096, BACKWARDS)),
+        ("blocks_per_row=140", (9, 65_536, {})), ("blocks_per_row=1", (MANY, 65_536, BACKWARDS)),
         # The last slice would be empty.
-        ("blocks_per_row=3", (MANY, 8, {"backward": True})),
+        ("blocks_per_row=3", (MANY, 8, BACKWARDS)),
         # The ring has no room for the rows that wait, or there is no ring.
-        ("stages=2", (MANY, 65_536, {"backward": True})),
-        ("stages=3 bulk=0", (MANY, 1024, {"backward": True})),
-        ("bulk=1", (MANY, 1024, {"device": "A100", "backward": True})),
+        ("stages=2", (MANY, 65_536, BACKWARDS)), ("stages=3 bulk=0", (MANY, 1024, BACKWARDS)),
+        ("bulk=1", (MANY, 1024, {"device": "A100", **BACKWARDS})),
         # The strategy has no such part.
-        ("strategy=warp stages=3", (9, 64, {})),
-        ("strategy=stream vecs=8", (9, 4096, {})),
-        ("strategy=ring vecs=4", (9, 65_536, HALF)),
-        ("strategy=few_rows bulk=0", (9, 4096, {"backward": True})),
-        ("teams=2", (9, 4096, {})),
+        ("strategy=warp stages=3", (9, 64, {})), ("strategy=stream vecs=8", (9, 4096, {})),
+        ("strategy=ring vecs=4", (9, 65_536, HALF)), ("teams=2", (9, 4096, {})),
+        ("strategy=few_rows bulk=0", (9, 4096, BACKWARDS)),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_had_is_refused(options, problem):
     rows, cols, rest = problem
     assert forced_plan(options, rows, cols, **{"dtype": F32, **rest}) is None
@@ -738,3 +722,254 @@ def test_what_the_ring_does_not_take(problem):
     assert plan(16, 150_528, BF16)["strategy"] == "ring"
     for cols in (150_528, *(150_529, 150_530) * ("aligned" in problem)):
         assert plan(16, cols, **{"dtype": F32, **problem})["strategy"] != "ring"
+
+
+# ---- Groups of channels.
+
+# The types of x and y (dy) that have kernels.
+GROUP_TYPES = [*((t, t) for t in (F32, F16, BF16, F64)), (F16, F32), (BF16, F32)]
+RESERVED = 3072  # kReservedSharedMemory
+SAMPLES = (1, 2, 8, 64)
+
+
+def group_problems(count, seed=0) -> Any:
+    """Yields (samples, channels, positions, groups, problem), of all types, layouts and chips."""
+    choose = random.Random(seed)
+    for _ in range(count):
+        groups = choose.choice([1, 2, 3, 8, 32, 32, 32, 64])
+        channels = groups * choose.choice([1, 1, 2, 3, 4, 7, 10, 16, 40, 128])
+        positions = int(2 ** choose.uniform(0, 21))
+        if choose.random() < 0.7:
+            positions = -(-positions // 8) * 8
+        x, y = choose.choice(GROUP_TYPES)
+        flags = {"backward": 0.5, "channels_last": 0.4, "aligned": 0.8, "blocks_meet": 0.8}
+        problem: dict[str, Any] = {name: choose.random() < often for name, often in flags.items()}
+        problem |= {"dtype": x, "y_dtype": y, "device": choose.choice(list(DEVICES))}
+        if channels * positions <= 1 << 31:
+            yield choose.choice(SAMPLES), channels, positions, groups, problem
+
+
+def check_channels(p, sizes, problem):
+    samples, channels, positions, groups = sizes
+    chip, size = DEVICES[problem["device"]], problem["dtype"].itemsize
+    strategy, width, backward = p["strategy"], p["width"], problem["backward"]
+    extent = channels if problem["channels_last"] else positions
+    units = p.get("vector_units", 1)  # channels are counted in these: elements, or else vectors
+    assert width in ((1, 4, 8) if size == 2 and not problem["channels_last"] else (1, 16 // size))
+    assert width != 4 or size == 4 or problem["y_dtype"] == problem["dtype"]
+    assert units == 1 or (strategy == "held" and units == width == 16 // size > 4)
+    assert width == 1 or problem["aligned"]
+    assert (extent if units == 1 else channels // groups * positions) % width == 0
+    assert 32 <= p["threads"] <= 1024
+    assert p["threads"] % 32 == 0
+    assert 1 <= p["blocks"] < 2**31
+    assert p["shared_bytes"] <= chip["shared_memory"] - RESERVED
+    of_group = channels // groups
+    vectors = of_group * positions // width
+    if strategy == "held":
+        assert p["cluster"] == p["blocks_per_group"] in (1, 2, 8)
+        assert p["blocks"] == samples * groups * p["cluster"]
+        # Every block has some vectors, and all of them are somebody's.
+        assert (p["cluster"] - 1) * p["slice_vectors"] < vectors
+        assert vectors <= p["cluster"] * p["slice_vectors"]
+        held = p["slice_vectors"] * width * size
+        assert p["shared_bytes"] >= held * (1 + backward * problem["y_dtype"].itemsize / size)
+        if p["cluster"] > 1:
+            assert chip["capability"] >= 90
+            assert problem["blocks_meet"]
+    elif strategy == "split":
+        assert not problem["channels_last"]
+        assert problem["dtype"] != F64
+        assert chip["capability"] >= 90
+        assert problem["blocks_meet"]
+        blocks, of_warp = p["blocks_per_group"], p["segments_of_warp"]
+        segments = of_group * p["pieces"]
+        assert (blocks - 1) * 16 * of_warp < segments <= blocks * 16 * of_warp
+        assert math.ceil(positions // width / p["pieces"]) <= (64 if backward else 128)
+        # All blocks are resident at once, and a warp waits only for what comes.
+        assert p["blocks"] <= chip["sms"]
+        assert p["blocks"] % blocks == 0
+        assert p["slots"] == p["lag"] + (2 if problem["backward"] else 3)
+        assert of_warp - 1 <= p["lag"] <= 7 * of_warp - 1
+        assert of_warp <= 5
+    else:
+        assert p["cluster"] == 1
+        if problem["channels_last"]:
+            slice_vectors = p["columns"] * p["slices"]
+            assert slice_vectors - p["columns"] < channels // width <= slice_vectors
+            assert p["columns"] * p["rows"] <= p["threads"] <= 256
+            assert p["tile_positions"] % p["rows"] == 0
+            assert (p["tiles"] - 1) * p["tile_positions"] < positions
+            assert positions <= p["tiles"] * p["tile_positions"]
+            assert p["blocks"] == samples * p["tiles"] * p["slices"]
+        else:
+            tile = 256 * (4 if backward else 8)
+            pieces = p["pieces"]
+            if pieces > 1:
+                assert p["tile_channels"] == 1
+                assert math.ceil(positions // width / pieces) <= tile
+            else:
+                assert p["tile_channels"] * (positions // width) <= tile
+            assert p["tiles"] == math.ceil(of_group / p["tile_channels"]) * pieces
+            assert p["blocks"] == samples * groups * p["tiles"]
+
+
+def test_kernels_can_run_every_plan_of_groups():
+    seen, widths = set(), set()
+    for *sizes, problem in group_problems(6000):
+        p = group_plan(*sizes, **problem)
+        check_channels(p, sizes, problem)
+        seen.add((p["strategy"], problem["backward"], problem["channels_last"], p["cluster"]))
+        widths.add((p["strategy"], p["width"], p.get("vector_units", 1)))
+    ways = {("held", False), ("split", False), ("tiles", False), ("tiles", True)}
+    assert {(s, b, last) for s, b, last, _ in seen} == {
+        (strategy, b, last) for strategy, last in ways for b in (False, True)
+    }
+    assert {cluster for *_, cluster in seen} == {1, 2, 8}
+    assert widths >= {("held", 8, 8), ("held", 4, 1), ("tiles", 4, 1)}
+
+
+def test_how_a_group_is_split_does_not_depend_on_the_number_of_samples():
+    for _, *sizes, problem in group_problems(3000, seed=1):
+        plans = [group_plan(samples, *sizes, **problem) for samples in SAMPLES]
+        for p in plans:
+            del p["blocks"], p["workspace_bytes"]
+        assert all(p == plans[0] for p in plans)
+
+
+def test_what_kernels_cannot_count_has_no_plan():
+    assert group_plan(1, 1, 2**30, 1) is not None
+    assert group_plan(1, 1, 2**30 + 1, 1) is None
+    assert group_plan(2**20, 2**11, 1, 2**11) is None
+    assert group_plan(1, 2**30, 1, 1) is not None
+    assert group_plan(1, 2**30 + 1, 1, 1) is None
+
+
+def test_no_line_of_memory_has_parts_and_totals():
+    """One kernel writes parts while the next one, which reads totals, may have started."""
+    seen = 0
+    for samples, channels, positions, groups, problem in group_problems(3000, seed=2):
+        p = group_plan(samples, channels, positions, groups, **problem)
+        if p["strategy"] == "tiles":
+            totals = samples * groups * 2 * (8 if problem["dtype"] == F64 else 4)
+            assert (p["workspace_bytes"] - totals) % 128 == 0
+            seen += 1
+    assert seen > 100
+
+
+def test_groups_that_cannot_be_are_refused():
+    for sizes in ((0, 4, 1, 2), (1, 4, 0, 2), (1, 4, 1, 3), (1, 4, 1, 0)):
+        with refused("expected channels in whole groups"):
+            group_plan(*sizes)
+    with refused("no kernel takes x of"):
+        group_plan(1, 4, 1, 2, BF16, y_dtype=F16)
+
+
+# ---- Gates.
+
+MOST_THREADS = {False: 1024, True: 512}  # of a block that holds a group, by direction
+
+
+def gated_plan(rows, cols, groups=1, dtype=BF16, *, device="H100", **problem):
+    return json.loads(OPS._plan_gated(rows, cols, groups, dtype, **DEVICES[device], **problem))
+
+
+def test_kernels_can_run_every_plan_of_gates():
+    choose, seen = random.Random(0), set()
+    for _ in range(4000):
+        rows, groups = int(2 ** choose.uniform(0, 22)), choose.choice([1, 1, 2, 3, 8, 100, 700])
+        cols = int(2 ** choose.uniform(0, 19))
+        if choose.random() < 0.8:
+            cols = -(-cols // 8) * 8
+        if rows * groups * cols > 2**32:
+            continue
+        dtype, backward = choose.choice([F32, F16, BF16, F64]), choose.random() < 0.6
+        flags = {"aligned": 0.9, "needs_dweight": 0.8, "bias": 0.2}
+        problem: dict[str, Any] = {name: choose.random() < often for name, often in flags.items()}
+        problem["backward"] = backward
+        device = choose.choice(list(DEVICES))
+        p = gated_plan(rows, cols, groups, dtype, device=device, **problem)
+        width, vecs, teams = 16 // dtype.itemsize, p["vecs"], p["teams"]
+        of_team = p["threads"] // teams
+        sets = p["blocks"] // groups
+        assert p["blocks"] == sets * groups
+        assert p["threads"] % 32 == 0
+        assert p["threads"] <= MOST_THREADS[backward]
+        if p["strategy"] == "held":
+            assert problem["aligned"]
+            assert cols % width == 0
+            assert dtype != F64
+            assert not (backward and problem["bias"])
+            # A thread has a whole group's vectors, and teams of less than a warp are logical warps.
+            assert cols <= of_team * vecs * width
+            assert of_team % 32 == 0 or 32 % of_team == 0
+            assert teams == 1 or of_team <= 32
+        else:
+            assert (teams, vecs) == (1, 0)
+        if not backward:
+            assert (sets - 1) * teams < rows <= sets * teams
+            assert p["workspace_bytes"] == 0
+        else:
+            # Few rows of logical warps of one vector have one block, which writes dweight itself.
+            few = vecs == 1 and rows * of_team <= 512 and problem["needs_dweight"]
+            assert p["partials"] == sets
+            assert sets == 1 if few else sets >= 2
+            sums = problem["needs_dweight"] + problem["bias"] if sets > 1 else 0
+            acc = 8 if dtype == F64 else 4
+            kept = (2 if problem["bias"] else 1) if sums else 0
+            assert p["workspace_bytes"] == kept * sets * groups * cols * acc
+            if p["strategy"] == "held":
+                # x, gate and dy of the rows of a block, which leave room for the sums of its warps.
+                stage = 3 * 16 * vecs * p["threads"]
+                assert p["stages"] in (1, 2)
+                assert p["shared_bytes"] == p["stages"] * stage
+                assert p["shared_bytes"] + 512 <= DEVICES[device]["shared_memory"]
+                assert teams == 1 or p["threads"] // 32 * cols * 4 <= stage
+        seen.add((p["strategy"], backward, vecs, teams > 1))
+    assert len(seen) == 8
+
+
+def test_how_a_group_is_laid_out_depends_on_its_length_alone():
+    for cols, backward in itertools.product((64, 128, 200, 1024, 1032, 8192, 16_384), (0, 1)):
+        plans = [gated_plan(rows, cols, groups, backward=bool(backward), needs_dweight=False)
+                 for rows in (1, 60, 100_000) for groups in (1, 8)]  # fmt: skip
+        assert len({(p["strategy"], p["threads"], p["teams"], p["vecs"]) for p in plans}) == 1
+        assert plans[0]["strategy"] == "held"
+
+
+def test_few_rows_are_of_one_block_that_has_dweight():
+    for cols, rows in ((64, 64), (128, 32), (200, 16), (256, 16)):
+        few, more = (gated_plan(n, cols, backward=True) for n in (rows, rows + 1))
+        assert (few["blocks"], few["stages"], few["workspace_bytes"]) == (1, 1, 0)
+        assert few["threads"] // few["teams"] == more["threads"] // more["teams"]
+        assert more["blocks"] > 1
+
+
+def test_which_groups_are_held():
+    assert [gated_plan(9, cols)["strategy"] for cols in (1000, 1001, 32_768, 32_776)] == [
+        "held", "looped", "held", "looped"]  # fmt: skip
+    longest = [gated_plan(9, cols, backward=True)["strategy"] for cols in (16_384, 16_392)]
+    assert longest == ["held", "looped"]
+    assert gated_plan(9, 1024, backward=True, bias=True)["strategy"] == "looped"
+
+
+def test_large_forward_calls_leave_l2_as_other_kernels_do():
+    assert [gated_plan(rows, 8192)["stays_in_l2"] for rows in (100, 16_384)] == [False, True]
+    assert not gated_plan(16_384, 8192, backward=True)["stays_in_l2"]
+
+
+def test_which_rows_come_ahead():
+    without: Any = {"backward": True, "needs_dweight": False}
+    stages = {
+        device: [gated_plan(9, n, device=device, **without)["stages"] for n in (128, 8192, 16_384)]
+        for device in ("H100", "L40S", "T4")
+    }
+    assert stages == {"H100": [2, 2, 2], "L40S": [2, 2, 1], "T4": [2, 1, 0]}
+    # Two blocks a multiprocessor.
+    assert gated_plan(10_000, 8192, backward=True)["blocks"] == 264
+
+
+def test_gates_that_cannot_be_are_refused():
+    with refused("expected rows of groups of columns"):
+        gated_plan(0, 128)
+    assert OPS._plan_gated(2**31 - 1, 1, 2**31 - 1, F32, aligned=False) == "null"

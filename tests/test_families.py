@@ -1,0 +1,643 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modulated rows, norms over one dimension, groups of channels, gates and heads: what the tables of
+all families (test_accuracy.py, test_every_norm.py) do not say. Plain rows are in test_rows.py."""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import libraries
+import numerics
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from families import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    GATED_FORMS,
+    GROUP_KERNELS,
+    MODULATED_DTYPES,
+    ORDERS,
+    Gated,
+    of_groups,
+    of_heads,
+    over_channels,
+)
+from forms import Calls
+from golden_plans import group_plan
+from numerics import EVERY, QUICK, ids, make, modulated, ours
+from torch import nn
+from torch.autograd import gradcheck, gradgradcheck
+from torch.library import opcheck
+
+import fused_layernorm as fl
+from fused_layernorm.ops import heads
+
+OPS: Any = torch.ops.fused_layernorm
+# Without types: mypy cannot count tensors that are passed with a star.
+norm_rope: Any = fl.norm_rope
+qk_norm_rope: Any = fl.qk_norm_rope
+formula: Any = reference.rms_norm_gated
+ACTIVATE: dict[str, Any] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+pytestmark = pytest.mark.cpu_operators
+
+
+# ---- Modulations.
+
+
+def test_expanded_modulations(device):
+    """A modulation expanded to input's shape has strides of zero, but a gradient per element."""
+    t = make(modulated((3, 5, 32), affine="none"), device)
+    t.shift, t.scale = t.shift.expand(3, 5, 32), t.scale.expand(3, 5, 32)
+    found = ours(t)
+    t.shift, t.scale = t.shift.contiguous(), t.scale.contiguous()
+    expected = ours(t)
+    for name in ("dshift", "dscale"):
+        assert found[name].shape == (3, 5, 32)
+        torch.testing.assert_close(found[name], expected[name])
+
+
+def test_without_any_modulation_it_is_layer_norm(device):
+    x, residual = torch.randn(2, 3, 5, 32, device=device)
+    weight, bias = torch.randn(2, 32, device=device)
+    y = fl.ada_layer_norm(x, None, None, weight, bias)
+    assert torch.equal(y, fl.layer_norm(x, weight, bias))
+    found = fl.add_ada_layer_norm(x, residual, None, None, None, weight, bias)
+    assert all(map(torch.equal, found, fl.add_layer_norm(x, residual, weight, bias)))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_modulated_results_are_rounded_once(device, gated):
+    """Neither the normalized value nor its product with 1 + scale is rounded before, nor the
+    product of gate and input."""
+    one, other, factor = torch.randn(3, 64, 512, device=device).to(BF16)
+    if gated:
+        _, narrow = fl.add_ada_layer_norm(one, other, factor)
+        exact = other.double() + factor.double() * one.double()
+    else:
+        narrow = fl.ada_layer_norm(one, other, factor)
+        exact = fl.ada_layer_norm(one.double(), other.double(), factor.double())
+    assert (narrow != exact.to(BF16)).double().mean() < 0.002
+
+
+def test_small_scales_are_not_lost(device):
+    """1 + scale is computed in float32, because half precision would lose a small scale."""
+    x = torch.randn(8, 64, device=device).to(BF16)
+    scale = torch.full((64,), 2.0**-10, device=device).to(BF16)
+    y = fl.ada_layer_norm(x, None, scale, out_dtype=F32)
+    expected = F.layer_norm(x.float(), (64,)) * (1 + 2.0**-10)
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_does_not_depend_on_its_place(device, gated):
+    """Equal rows with equal modulations have equal results, to the bit."""
+    rows = 50 if device == "cpu" else 2000
+    for cols in (8, 257, 1152):
+        t = make(modulated((2, rows, cols), "all", gated=gated, affine="none"), device)
+        for name in ("x", "dy", "residual", "dresidual"):
+            if (tensor := getattr(t, name)) is not None:
+                setattr(t, name, tensor[:1, :1].expand(2, rows, cols).contiguous())
+        for name, result in ours(t).items():
+            if name in ("y", "residual_out", "dx", "dresidual"):
+                assert torch.equal(result, result[:1, :1].expand_as(result)), name
+
+
+def test_a_gate_of_zero(device):
+    """A gate of zero keeps the residual to the bit, as in blocks initialised with zeros."""
+    x, residual = torch.randn(2, 3, 4, 16, device=device)
+    gate = torch.zeros(3, 1, 16, device=device, requires_grad=True)
+    y, residual_out = fl.add_ada_layer_norm(x, residual, gate)
+    assert torch.equal(residual_out, residual)
+    (dgate,) = torch.autograd.grad(y.sin().sum() + residual_out.sum(), gate)
+    assert dgate.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", ["all", "sample", "token"])
+@pytest.mark.parametrize("dtypes", MODULATED_DTYPES, ids=ids)
+def test_gate_of_add_layer_norm(device, dtypes, kind):
+    t = make(modulated((3, 5, 64), kind, gated=True, dtypes=dtypes), device)
+    args = (t.weight, t.bias)
+    found = fl.add_layer_norm(t.x, t.residual, *args, gate=t.gate, normalized_shape=(64,))
+    expected = fl.add_ada_layer_norm(t.x, t.residual, t.gate, None, None, *args)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("how", [{"activation": "gelu"}, {"scale": 0.5}], ids=str)
+@pytest.mark.parametrize("dtypes", MODULATED_DTYPES, ids=ids)
+def test_gate_beside_an_activation(device, dtypes, how):
+    """It takes any dtypes that it takes without one; its gradients are rounded on the way."""
+    options = {"shift": None, "scale_by": None, **how}
+    problem = modulated((3, 5, 64), gated=True, dtypes=dtypes, **options)
+    t = make(problem, device)
+    found = ours(t)
+    tolerance = {F32: 1e-5, F64: 1e-10}.get(max(dtypes[:2], key=lambda d: torch.finfo(d).eps), 3e-2)
+    for name, expected in numerics.exact(t, found).items():
+        assert found[name].dtype == problem.dtype_of(name)
+        slack = tolerance * max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(found[name].double(), expected, rtol=0, atol=slack, msg=name)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("shift_dtype", [F32, BF16], ids=ids)
+def test_a_shift_of_every_element_has_the_gradient_of_y(device, shift_dtype, gated):
+    """The gradient is dy itself if the dtypes are the same. Accumulation leaves dy unchanged."""
+    x, residual, gate, scale = torch.randn(4, 2, 3, 24, device=device).to(BF16).unbind()
+    shift = torch.randn(2, 3, 24, device=device).to(shift_dtype).requires_grad_()
+    x.requires_grad_()
+    if gated:
+        y, _ = fl.add_ada_layer_norm(x, residual, gate, shift, scale)
+    else:
+        y = fl.ada_layer_norm(x, shift, scale)
+    dy = torch.randn_like(y)
+    of_shift, of_x = torch.autograd.grad(y, (shift, x), dy, retain_graph=True)
+    assert of_shift.dtype == shift_dtype
+    assert torch.equal(of_shift, dy.to(shift_dtype))
+    assert of_x.isfinite().all()
+    kept = dy.clone()
+    for _ in range(2):
+        y.backward(dy, retain_graph=True)
+    assert shift.grad is not None
+    assert torch.equal(shift.grad, 2 * kept.to(shift_dtype))
+    assert torch.equal(dy, kept)
+
+
+# ---- One dimension.
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3, -1, -2, -4])
+def test_any_dimension(device, dim):
+    x = torch.randn(3, 4, 5, 8, device=device)
+    weight = torch.randn(x.shape[dim], device=device)
+    y = fl.layer_norm(x, weight, weight, dim=dim)
+    expected = F.layer_norm(x.movedim(dim, -1), weight.shape, weight, weight).movedim(-1, dim)
+    assert y.stride() == x.stride()
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.gpu
+def test_no_copy_is_made():
+    x = torch.randn(8, 96, 56, 56, device="cuda").to(BF16).requires_grad_()
+    whole = functools.partial(fl.layer_norm, x, dim=1)
+    by_view = functools.partial(fl.layer_norm, x.permute(0, 2, 3, 1), normalized_shape=96)
+    for norm in (whole, by_view, functools.partial(by_view, out_dtype=F32)):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y = norm()
+        grown = torch.cuda.max_memory_allocated() - before
+        assert grown < 1.2 * y.nbytes  # y and the statistics
+
+
+@pytest.mark.gpu
+def test_autocast_over_one_dimension():
+    x = torch.randn(2, 16, 8, 8, device="cuda").to(BF16)
+    with torch.autocast("cuda", BF16):
+        y = fl.layer_norm(x, torch.ones(16, device="cuda"), dim=1)
+    assert y.dtype == F32
+    assert y.stride() == x.stride()
+
+
+@pytest.mark.parametrize("dim", [1, -1, -3])
+def test_onnx(dim):
+    class Norms(nn.Module):
+        def forward(self, x):
+            return fl.layer_norm(x, dim=dim) + fl.rms_norm(x, dim=dim)
+
+    libraries.check_onnx(Norms(), (torch.randn(2, 6, 4, 5),))
+
+
+@pytest.mark.parametrize("cls", [fl.FusedLayerNorm2d, fl.FusedRMSNorm2d])
+def test_modules_refuse_other_channels(device, cls):
+    module, wrong = cls(6, device=device), torch.randn(2, 7, 4, 5, device=device)
+    with pytest.raises(RuntimeError, match=r"6\b.*\[2, 7, 4, 5\]|shape \[7\].*got shape \[6\]"):
+        module(wrong)
+
+
+def test_a_vector_of_zeros_stays_zero(device):
+    cls = libraries.class_of("diffusers.models.autoencoders.autoencoder_kl_wan", "WanRMS_norm")
+    module = fl.swap_norms(cls(24).to(device))
+    x = torch.zeros(2, 24, 4, 6, device=device, requires_grad=True)
+    y = module(x)
+    assert torch.equal(y, torch.zeros_like(y))
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert dx.isfinite().all()
+
+
+# ---- Groups of channels.
+
+
+@pytest.mark.parametrize(("call", "strategies"), GROUP_KERNELS, ids=str)
+def test_the_strategies_of_group_kernels(call, strategies):
+    positions = math.prod(call.shape[2:])
+    for backward, strategy in enumerate(strategies.split()):
+        plan = group_plan(
+            call.shape[0], call.shape[1], positions, call.groups, call.dtype,
+            backward=bool(backward), channels_last="channels_last" in call.layout,
+            y_dtype=None if call.dtype is F32 else call.out_dtype,
+            aligned="misaligned" not in call.layout,
+        )  # fmt: skip
+        assert plan["strategy"] == strategy
+
+
+def test_a_group_of_one_number_gives_bias(device):
+    t = make(of_groups((2, 6, 1), 6), device)
+    y = ours(t)["y"]
+    torch.testing.assert_close(y, t.bias[None, :, None].expand(y.shape))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 4, 0), (0, 4), (2, 4, 3, 0)])
+def test_statistics_of_groups_of_nothing(device, shape):
+    x = torch.empty(shape, device=device)
+    _, mean, rstd = OPS.group_norm_forward(x, 2, None, None, None, None, 1e-5)
+    assert mean.shape == rstd.shape == (shape[0], 2)
+    assert torch.equal(mean, torch.zeros_like(mean))
+    assert rstd.isnan().all()
+
+
+def test_statistics_of_groups(device):
+    for dtype in (F32, BF16, F64):
+        x = make(of_groups((3, 12, 40), 4, (dtype, None)), device).x
+        _, mean, rstd = OPS.group_norm_forward(x, 4, None, None, None, None, 1e-5)
+        assert mean.dtype is rstd.dtype is (F64 if dtype is F64 else F32)
+        _, *expected = reference.group_norm(x.double(), 4)
+        for found, exact in zip((mean, rstd), expected, strict=True):
+            torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+# ---- Gates.
+
+
+def inputs(device, shape=(3, 16), dtype=F64, gate=None, weight=None, grad=True) -> Any:
+    """x, gate, weight and bias."""
+    t = make(Gated(shape, dtype, weight, gate_dtype=gate), device)
+    return [tensor.requires_grad_(grad) for tensor in t.inputs().values()]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_a_row_of_nearly_2_to_the_31_columns(gate_first, needs_memory):
+    needs_memory(40)
+    cols = 2**31 - 8
+    x, gate, dy = (torch.empty(1, cols, device="cuda", dtype=BF16).normal_() for _ in range(3))
+    x.requires_grad_()
+    gate.requires_grad_()
+    y = fl.rms_norm_gated(x, gate, None, 1e-6, gate_first=gate_first)
+    dx, dgate = torch.autograd.grad(y, (x, gate), dy)
+    parts = [slice(start, start + 2**27) for start in range(0, cols, 2**27)]
+
+    def leaves(part):
+        return [t.detach()[:, part].double().requires_grad_() for t in (x, gate)]
+
+    squares = torch.zeros((), dtype=torch.float64, device=x.device)
+    for part in parts:
+        of_x, of_gate = leaves(part)
+        u = of_x * F.silu(of_gate) if gate_first else of_x
+        squares += u.detach().square().sum()
+    of_row = (squares / cols + 1e-6).rsqrt()
+    for part in (parts[0], parts[-1]):
+        of_x, of_gate = leaves(part)
+        u = of_x * F.silu(of_gate) if gate_first else of_x
+        expected = of_row * u * (1 if gate_first else F.silu(of_gate))
+        # Beside dy of mean zero the row's statistic has no gradient that the results show.
+        gradients = torch.autograd.grad(expected, (of_x, of_gate), dy[:, part].double())
+        for found, right in zip((y, dx, dgate), (expected, *gradients), strict=True):
+            found = found.detach()[:, part].double()
+            torch.testing.assert_close(found, right.detach(), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, BF16), (BF16, F32), (F16, F16)])
+def test_round_before_weight_rounds_as_the_classes_do(device, dtype, weight_dtype, gate_first):
+    x, gate, weight, _ = inputs(device, (256, 1024), dtype, None, weight_dtype, grad=False)
+    promoted = torch.promote_types(dtype, weight_dtype)
+    out = promoted if gate_first else dtype
+    for group_size, given in itertools.product((None, 128), (gate, gate.float())):
+        form: Any = {"gate_first": gate_first, "group_size": group_size}
+        options: Any = {**form, "round_before_weight": True, "out_dtype": out}
+        y = fl.rms_norm_gated(x, given, weight, 1e-5, **options)
+        expected, once = (
+            formula(x.double(), given, weight, rounding=rounding, **form).to(out)
+            for rounding in ((dtype, promoted), None)
+        )
+        # xhat may be rounded to a neighbour, where the statistic's last bit decides, and so may the
+        # affine map's result and y behind it, if these are rounded: each is one step.
+        steps = 1 + (weight_dtype == dtype) + (not gate_first)
+        size = expected.double().abs().clamp(min=torch.finfo(out).smallest_normal)
+        near = (y.double() - expected.double()).abs() / size
+        assert near.max() <= steps * torch.finfo(dtype).eps
+        same = (near <= 1e-6) if out is F32 else y == expected
+        assert same.float().mean() >= 0.999
+        assert (y == once).float().mean() < 0.95
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize(("cols", "group_size"), [(64, None), (128, None), (1000, None),
+                                                  (8192, None), (8192, 1024)])  # fmt: skip
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_products_in_pairs_are_those_of_float32(dtype, cols, group_size, gate_first):
+    x, gate, weight, _ = inputs("cuda", (300, cols), dtype, grad=False)
+    form: Any = {"gate_first": gate_first, "group_size": group_size, "round_before_weight": True}
+    for activation in ACTIVATE:
+        y, by_float32 = (
+            fl.rms_norm_gated(x, gate, weight, 1e-5, bias=bias, gate_activation=activation, **form)
+            # With a bias, products are float32.
+            for bias in (None, torch.zeros_like(weight))
+        )
+        assert torch.equal(y, by_float32)
+
+
+@pytest.mark.parametrize("x_dtype", [F32, F16, BF16, F64])
+def test_autocast_gives_what_rms_norm_gives(device, x_dtype):
+    x, gate, *_ = inputs(device, (4, 16), x_dtype)
+    weight = torch.randn(16, device=device).to(F64 if x_dtype == F64 else BF16)
+    with torch.autocast(device, BF16):
+        y = fl.rms_norm_gated(x, gate, weight)
+        assert y.dtype == fl.rms_norm(x, weight).dtype
+        assert fl.rms_norm(x, weight, group_size=8).dtype == y.dtype
+        assert fl.rms_norm_gated(x, gate, weight, out_dtype=F16).dtype == F16
+    exact = formula(x.double(), gate, weight, eps=1e-7)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
+    assert torch.autograd.grad(y.float().sum(), gate)[0].dtype == x_dtype
+
+
+def test_special_gates(device):
+    for activation, value, dtype in itertools.product(
+        ACTIVATE, (math.nan, math.inf, -math.inf, 200, -200), (F32, F16, BF16)
+    ):
+        gate = torch.full((3, 64), float(value), device=device, dtype=dtype)
+        x = torch.randn_like(gate)
+        y = fl.rms_norm_gated(x, gate, None, 1e-6, gate_activation=activation)
+        expected = F.rms_norm(x.float(), (64,), None, 1e-6) * ACTIVATE[activation](gate.float())
+        torch.testing.assert_close(y, expected.to(dtype), equal_nan=True)
+
+
+# ---- Heads.
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_one_tensor_gives_the_same_bits(flag, device):
+    c = of_heads(cols=96, rotary=64, interleaved=flag)
+    t = make(c, device)
+    both = c.forward(t)
+    for y, x, weight in zip(both, (t.q, t.k), (t.q_weight, t.k_weight), strict=True):
+        assert torch.equal(norm_rope(x, weight, t.cos, t.sin, **c.options), y)
+
+
+def test_rounding_is_that_of_llamas_class(device):
+    x = torch.randn(2, 50, 4, 64, device=device).to(BF16)
+    weight = 1 + torch.randn(64, device=device).to(BF16) / 2
+    wide = x.float()
+    xhat = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(BF16)
+    for rounds, expected in ((True, weight * xhat), (False, weight.float() * xhat.float())):
+        y = norm_rope(x, weight, None, None, 1e-6, round_before_weight=rounds)
+        equal = (y == expected.to(BF16)).float().mean()
+        assert equal > 0.999 if rounds else equal < 0.9
+    # The norm's result is rounded in front of the rotation, too.
+    cos, sin = torch.zeros(2, 50, 32, device=device)
+    sin += 1
+    y = norm_rope(x, weight, cos, sin, 1e-6, round_before_weight=True)
+    z = norm_rope(x, weight, None, None, 1e-6, round_before_weight=True)
+    assert torch.equal(y, torch.cat([-z[..., 32:], z[..., :32]], -1))
+
+
+def test_default_eps_of_heads(device):
+    x, w = 1e-4 * torch.randn(1, 3, 2, 8, device=device), torch.ones(8, device=device)
+    y = norm_rope(x, w, None, None)
+    torch.testing.assert_close(y, F.rms_norm(x, (8,), w))
+    y = norm_rope(x, w, None, None, statistic="layer")
+    torch.testing.assert_close(y, F.layer_norm(x, (8,), w))
+
+
+def test_bits_do_not_depend_on_the_positions(device):
+    c = of_heads(positions=37, batch=4, cols=128, statistic="layer", affine="both")
+    t = make(c, device)
+    whole, few = ours(t), slice(5, 9)
+    rows = {name: getattr(t, name)[:, few] for name in c.HAVE_ROWS}
+    part = ours(t.but(**rows, cos=t.cos[few], sin=t.sin[few]))
+    assert all(torch.equal(part[name], whole[name][:, few]) for name in c.OF_ROWS)
+
+
+def test_q_without_heads(device):
+    t = make(of_heads(heads=(0, 2)), device)
+    found = ours(t)
+    assert found["q_out"].shape == found["dq"].shape == t.q.shape
+    assert not found["dq_weight"].any()
+    torch.testing.assert_close(found["k_out"], norm_rope(t.k, t.k_weight, t.cos, t.sin, 1e-6))
+
+
+def test_inf_stays_outside_the_rotation(device):
+    x = torch.randn(1, 4, 2, 32, device=device)
+    x[0, 1, 0, 20] = float("inf")
+    angle = torch.randn(4, 8, device=device)
+    y = norm_rope(x, None, angle.cos(), angle.sin(), statistic=None, rotary_dim=16)
+    assert y.isinf().sum() == 1
+    assert not y.isnan().any()
+
+
+def test_one_result_alone_has_a_gradient(device):
+    c = of_heads(dtype=F32)
+    t = make(c, device)
+    expected = ours(t)
+    for statistic in ("rms", None):
+        for side, name in enumerate("qk"):
+            leaves: Any = [u.detach().requires_grad_() for u in (t.q, t.k, t.q_weight, t.k_weight)]
+            given = leaves[2:] if statistic else [None, None]
+            found = qk_norm_rope(*leaves[:2], *given, t.cos, t.sin, c.eps, statistic=statistic)
+            found[side].backward(t.gradients()[side])
+            assert leaves[1 - side].grad is None
+            if statistic:
+                assert torch.equal(leaves[side].grad, expected[f"d{name}"])
+                assert leaves[3 - side].grad is None
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_derivatives_of_all_orders(interleaved):
+    c = of_heads(dtype=F64, cols=6, rotary=4, positions=2, batch=1, heads=(2, 1),
+           statistic="layer", affine="both", interleaved=interleaved, eps=1e-3)  # fmt: skip
+    t = make(c, "cpu")
+    names = [*c.NAMES, "cos", "sin"]
+
+    def run(*tensors):
+        return c.forward(t.but(**dict(zip(names, tensors, strict=True))))
+
+    leaves = [getattr(t, name).detach().double().requires_grad_() for name in names]
+    assert gradcheck(run, leaves, check_forward_ad=True)
+    assert gradgradcheck(run, leaves)
+    leaves[6:] = [angles.detach() for angles in leaves[6:]]
+
+    def by_operator(*tensors):
+        return heads.qk_norm_rope(*tensors, 4, 1, 1e-3, "layer", 0.0, False, interleaved, False)
+
+    assert gradcheck(by_operator, leaves)
+    assert gradgradcheck(by_operator, leaves)
+
+
+def test_double_backward_of_the_kernels(device):
+    c = of_heads(dtype=F32, cols=32, positions=3)
+    t = make(c, device)
+    cos, sin = t.cos, t.sin
+
+    def second(*tensors):
+        q, k, *weights = (t.detach().requires_grad_() for t in tensors)
+        y = qk_norm_rope(q, k, *weights, cos.to(q.dtype), sin.to(q.dtype), eps=c.eps)
+        (g,) = torch.autograd.grad(y[0].square().sum(), q, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), (q, weights[0]))
+
+    found = second(*t.inputs().values())
+    expected = second(*(u.double() for u in t.inputs().values()))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("statistic", ["rms", None])
+def test_vmap_of_heads(statistic, device):
+    c = of_heads(dtype=F32, statistic=statistic, affine="weight" if statistic else "none", batch=3)
+    t = make(c, device)
+    q, k, weights = t.q, t.k, (t.q_weight, t.k_weight)
+
+    def run(q, k, qw, kw):
+        return qk_norm_rope(q[None], k[None], qw, kw, t.cos, t.sin, **c.options)
+
+    expected = c.forward(t)
+    found = torch.vmap(run, in_dims=(0, 0, None, None))(q, k, *weights)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.squeeze(1), b)
+    if statistic:
+        many = [torch.stack([w, 2 * w, -w]) for w in weights]
+        found = torch.vmap(run, in_dims=(0, 0, 0, 0))(q, k, *many)
+        assert torch.equal(found[0][0, 0], expected[0][0])
+        loss = torch.func.grad(lambda *a: run(*a)[0].square().sum(), argnums=(0, 2))
+        _dq, dw = torch.vmap(loss, in_dims=(0, 0, None, None))(q, k, *weights)
+        assert dw.shape == (3, c.shape[-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_than_2_to_the_30_heads(needs_memory):
+    needs_memory(40)
+    x = torch.empty(1, 1, 2**30 + 5, 2, device="cuda", dtype=BF16).normal_().requires_grad_()
+    y = norm_rope(x, None, None, None, 1e-6)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(x))
+    for part in (slice(0, 9), slice(2**29, 2**29 + 9), slice(2**30 - 4, 2**30 + 5)):
+        piece = x[:, :, part].detach().double().requires_grad_()
+        expected = F.rms_norm(piece, (2,), None, 1e-6)
+        torch.testing.assert_close(y[:, :, part].double(), expected, rtol=2**-7, atol=2**-7)
+        (gradient,) = torch.autograd.grad(expected, piece, torch.ones_like(piece))
+        torch.testing.assert_close(dx[:, :, part].double(), gradient, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.on_cpu
+def test_autocast_changes_nothing_of_heads():
+    x, w = torch.randn(1, 2, 2, 8), torch.ones(8)
+    with torch.autocast("cpu", BF16):
+        assert norm_rope(x, w, None, None).dtype == F32
+
+
+# ---- Of several families: registration, torch.compile, torch.export.
+
+# What test_opcheck.py has not; the first of them are traced with dynamic shapes, which takes long.
+CHECKED: list[Any] = [
+    over_channels((2, 6, 4, 4), affine="weight"),
+    over_channels((2, 6, 4, 4), statistic="rms", affine="weight", layout="channels_last"),
+    Gated((3, 4, 16)),
+    Gated((3, 16), BF16, F32, gate_dtype=F32, out_dtype=F32, weight_offset=1.0, **GATED_FORMS[7]),
+    of_heads(dtype=F32, layout="packed", seq_dim=2),
+    Gated((16,), F64), Gated((0, 16), **GATED_FORMS[5]), Gated((2, 0), BF16),
+    of_heads(dtype=F32, layout="packed", seq_dim=2, statistic=None, affine="none"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", CHECKED, ids=str)
+def test_opcheck(device, problem):
+    t = make(problem, device)
+    with Calls() as seen:
+        ours(t, backward=False)
+        ours(t)
+    every = EVERY if device == "cpu" and problem in CHECKED[:5] else QUICK
+    for name, args in seen.seen:
+        has_graph = name.endswith("_forward")
+        tensors = {i: a.detach().requires_grad_(has_graph) for i, a in enumerate(args)
+                   if isinstance(a, torch.Tensor)}  # fmt: skip
+        given = [tensors.get(i, a) for i, a in enumerate(args)]
+        opcheck(getattr(OPS, name).default, tuple(given), test_utils=every)
+
+
+def heads_of(q, k, q_weight, k_weight):
+    cos, sin = torch.linspace(-1, 1, 320, device=q.device).view(2, 5, 32)
+    return torch.cat(qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps=1e-6), 2)
+
+
+def groups_of(x, weight, bias):
+    return fl.group_norm(x, 3, weight, bias, activation="silu")
+
+
+def channels_of(x, weight, bias):
+    return fl.layer_norm(x, weight, bias, dim=1)
+
+
+def gated(i, x, gate, weight, bias):
+    return fl.rms_norm_gated(x, gate, weight, bias=bias, **GATED_FORMS[i])
+
+
+class Traced(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+IMAGES = [(2, 6, 4, 4), (2, 1, 4, 4), (2, 6, 1, 1)]
+TRACED: list[Any] = [  # functions, and the shapes of their tensors
+    (heads_of, [(2, 5, 6, 64), (2, 5, 2, 64), (64,), (64,)]), (groups_of, [IMAGES[0], (6,), (6,)]),
+    *((channels_of, [shape, shape[1:2], shape[1:2]]) for shape in IMAGES),
+    *((functools.partial(gated, i), [(4, 16), (4, 16), (16,), (16,)]) for i in (0, 5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("function", "shapes"), TRACED)
+def test_compile_and_export(device, function, shapes, channels_last):
+    """With the kernels, which a graph without Inductor keeps, and with PyTorch's forward. Results
+    and gradients keep their strides, and so do fakes."""
+    tensors = [torch.randn(shape, device=device) for shape in shapes]
+    if channels_last and tensors[0].dim() == 4:
+        tensors[0] = ORDERS["channels_last"](tensors[0])
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    module, y = Traced(function), function(*leaves)
+    dy = torch.randn_like(y)
+    expected = [y, *torch.autograd.grad(y, leaves, dy)]
+    ways: list[Any] = [{"backend": "aot_eager"}, {"backend": "aot_eager", "dynamic": True}]
+    if len(shapes) == 4:
+        ways.append({"backend": "fused_layernorm"})
+    for how in ways:
+        torch._dynamo.reset()
+        z = torch.compile(module, fullgraph=True, **how)(*leaves)
+        for found, right in zip([z, *torch.autograd.grad(z, leaves, dy)], expected, strict=True):
+            assert how is not ways[0] or found.stride() == right.stride()
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    program = torch.export.export(module, (*tensors,))
+    (fake,) = (node.meta["val"] for node in program.graph.output_node().args[0])
+    assert fake.stride() == y.stride()
+    plain = program.run_decompositions(fl.decompositions())
+    assert "fused_layernorm" in program.graph_module.code
+    assert "fused_layernorm" not in plain.graph_module.code
+    for exported in (program, plain):
+        torch.testing.assert_close(exported.module()(*tensors), y.detach())
+
+
+def test_a_compiled_gate_of_any_number_of_rows(device):
+    """With a gate and without, in groups."""
+    module = fl.FusedRMSNormGated(16, 1e-5, group_size=8, device=device)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 5):
+        given = torch.randn(2, rows, 16, device=device)
+        for tensors in (given, given[:1]):
+            torch.testing.assert_close(compiled(*tensors), module(*tensors), rtol=1e-5, atol=1e-5)
