@@ -2,6 +2,7 @@
 """The numerics contract (numerics.py) for problems of every family: small ones on every device, and
 on CUDA those at both sides of every limit of the kernels."""
 
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -33,7 +34,7 @@ MIXED = [(F32, None), (BF16, F32)]
 WIDE = [(F32, None), (F16, None), (BF16, F32), (F64, None)]
 AFFINE = ("both", "weight", "bias", "none")
 rms: Any = {"statistic": "rms"}
-row: Any = Problem  # mypy cannot count arguments that are passed with a star
+rms_row: Any = functools.partial(Problem, statistic="rms")
 
 # ---- Rows.
 
@@ -42,29 +43,6 @@ RESIDUALS = [
     (F32, None, F32), (BF16, None, BF16), (F16, None, F16), (BF16, None, F32), (BF16, F32, F32),
     (F16, None, F32), (F32, None, BF16), (F16, F32, BF16), (BF16, F32, BF16), (F64, None, F64),
     (F32, None, F64), (F64, F32, F32),
-]  # fmt: skip
-OF_RMS_NORM: Any = [
-    ((40, 256), (BF16,), {"residual_dtype": BF16}),
-    ((40, 257), (BF16,), {"residual_dtype": F32}),
-    ((40, 4096), (F32,), {"residual_dtype": F32, "activation": "silu"}),
-    ((40, 256), (BF16, F32), {"activation": "gelu", "scale": 2.0, "out_dtype": F32}),
-    ((40, 264), (F16,), {"affine": "weight", "weight_offset": 1.0}),
-    ((40, 1021), (BF16,), {"weight_offset": 1.0}),
-    ((40, 4096), (BF16, F32), {"weight_offset": 1.0, "residual_dtype": BF16}),
-    ((300, 768), (F32,), {"weight_offset": -0.5, "activation": "gelu_tanh"}),
-    ((9, 20_000), (BF16,), {"weight_offset": 1.0}),
-    ((3, 70_001), (F32,), {"weight_offset": 1.0}),
-    ((40, 256), (F64,), {"weight_offset": 1.0, "activation": "gelu"}),
-    ((40, 256), (), {"affine": "none"}),
-    ((40, 256), (), {"affine": "bias"}),
-    ((2, 6, 384), (BF16,), {"affine": "none", "shift": (2, 1, 384), "scale_by": (2, 1, 384)}),
-    ((2, 6, 384), (BF16,), {"shift": (2, 6, 384), "scale_by": (2, 6, 384)}),
-    ((2, 40, 1152), (BF16,), {"affine": "none", "residual_dtype": BF16, "gate": (2, 1, 1152),
-                              "shift": (2, 1, 1152), "scale_by": (2, 1, 1152)}),
-    ((2, 40, 257), (F32,), {"affine": "none", "residual_dtype": F32, "gate": (2, 1, 257)}),
-    ((4, 3, 5, 7), (), {"normalized_ndim": 3}),
-    ((64, 512), (BF16,), {"mean": 100.0}),
-    ((64, 1000), (F32,), {"mean": 1000.0}),
 ]  # fmt: skip
 ROWS = [
     *(Problem((rows_for(cols), cols), *dtypes, statistic=statistic)
@@ -101,10 +79,25 @@ ROWS = [
               out_dtype=out_dtype)
       for activation in ACTIVATIONS for out_dtype in (None, F32)),
     # RMSNorm: what is fused, an offset of the weight, groups of columns.
-    *(row(shape, *dtypes, **rms, **options)
-      for shape, dtypes, options in OF_RMS_NORM),
-    *(row((5, 3, 64), *dtypes, **rms, affine=affine, group_size=16,
-          weight_offset=float(affine in ("both", "weight")), **options)
+    rms_row((40, 256), BF16, residual_dtype=BF16), rms_row((40, 257), BF16, residual_dtype=F32),
+    rms_row((40, 4096), F32, residual_dtype=F32, activation="silu"),
+    rms_row((40, 256), BF16, F32, activation="gelu", scale=2.0, out_dtype=F32),
+    rms_row((40, 264), F16, affine="weight", weight_offset=1.0),
+    rms_row((40, 1021), BF16, weight_offset=1.0),
+    rms_row((40, 4096), BF16, F32, weight_offset=1.0, residual_dtype=BF16),
+    rms_row((300, 768), F32, weight_offset=-0.5, activation="gelu_tanh"),
+    rms_row((9, 20_000), BF16, weight_offset=1.0), rms_row((3, 70_001), F32, weight_offset=1.0),
+    rms_row((40, 256), F64, weight_offset=1.0, activation="gelu"),
+    rms_row((40, 256), affine="none"), rms_row((40, 256), affine="bias"),
+    rms_row((2, 6, 384), BF16, affine="none", shift=(2, 1, 384), scale_by=(2, 1, 384)),
+    rms_row((2, 6, 384), BF16, shift=(2, 6, 384), scale_by=(2, 6, 384)),
+    rms_row((2, 40, 1152), BF16, affine="none", residual_dtype=BF16,
+            gate=(2, 1, 1152), shift=(2, 1, 1152), scale_by=(2, 1, 1152)),
+    rms_row((2, 40, 257), F32, affine="none", residual_dtype=F32, gate=(2, 1, 257)),
+    rms_row((4, 3, 5, 7), normalized_ndim=3), rms_row((64, 512), BF16, mean=100.0),
+    rms_row((64, 1000), F32, mean=1000.0),
+    *(rms_row((5, 3, 64), *dtypes, affine=affine, group_size=16,
+              weight_offset=float(affine in ("both", "weight")), **options)
       for affine in AFFINE for dtypes in ((F32, F32), (BF16, BF16), (BF16, F32), (F64, F64))
       for options in ({}, {"out_dtype": F32}, {"activation": "gelu", "scale": 0.5})),
 ]  # fmt: skip
