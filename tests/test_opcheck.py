@@ -124,7 +124,10 @@ def variants(operator, args):
     if "dresidual" in names:
         yield [None if name == "dresidual" else v for name, v in zip(names, args, strict=False)]
     flags = [i for i in range(len(args)) if names[i][:6] == "needs_" and args[i]]
+    takes_none = "layer_norm" in operator._opname or operator._opname == "gate_backward"
     for mask in {tuple(i == j for j in flags) for i in flags} | {*all_pairs(len(flags))}:
+        if not (any(mask) or takes_none):
+            continue
         chosen = dict(zip(flags, mask, strict=True))
         yield [chosen.get(i, value) for i, value in enumerate(args)]
 
@@ -233,12 +236,15 @@ def served_by_formula(*names):
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", ALL)
 def test_every_operator_finds_its_formula(name, dtype):
-    operator = getattr(ops, name)
+    """Asked for all gradients, and for all but each."""
+    operator, args = getattr(ops, name), calls_of_all(dtype=dtype)[name]
     within: Any = {"rtol": 2e-2, "atol": 2e-2} if dtype == BF16 else {"rtol": 1e-4, "atol": 1e-5}
-    for args in variants(operator.default, calls_of_all(dtype=dtype)[name]):
-        expected = operator(*args)
+    arguments = enumerate(operator.default._schema.arguments)
+    for left_out in [None, *(i for i, a in arguments if a.name[:6] == "needs_")]:
+        given = [value if i != left_out else False for i, value in enumerate(args)]
+        expected = operator(*given)
         with served_by_formula(name):
-            found = operator(*(a.cuda() if isinstance(a, torch.Tensor) else a for a in args))
+            found = operator(*(a.cuda() if isinstance(a, torch.Tensor) else a for a in given))
         for one, other in zip(as_tuple(found), as_tuple(expected), strict=True):
             torch.testing.assert_close(one.cpu(), other, **within)
             assert one.stride() == other.stride()
