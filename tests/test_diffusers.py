@@ -7,6 +7,7 @@ swapped module still calls its norm. Tiny transformers with random weights follo
 
 import copy
 import statistics
+from typing import Any
 
 import libraries
 import pytest
@@ -343,7 +344,7 @@ def test_hooks_of_the_norm_run(device, calls):
 
 def with_options(**options):
     def change(module):
-        sizes = {"eps": 1e-6, "elementwise_affine": False}
+        sizes: Any = {"eps": 1e-6, "elementwise_affine": False}
         module.norm = fused_layernorm.FusedLayerNorm(WIDTH, **sizes, **options).to(module.device)
 
     return change
