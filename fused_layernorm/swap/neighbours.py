@@ -50,7 +50,7 @@ def _activated(self: Any, act: Any, norm: Any, x: Any, *rest: Any) -> Any:
 def _modulated(self: Any, act: Any, norm: Any, x: Any, scale: Any, shift: Any) -> Any:
     """act(norm(x) * (1 + scale) + shift)"""
     activation, y = _fused_activation(self, act, norm, x), None
-    if activation is not None and is_plain_group_norm(norm):
+    if activation is not None and is_plain_group_norm(norm) and stock.are_supported(x):
         options = (norm.num_groups, norm.weight, norm.bias, norm.eps, scale, shift, activation)
         y = groups.modulated(_in_order(self, x), *options)
     return act(norm(x) * (1 + scale) + shift) if y is None else y

@@ -16,23 +16,14 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import stock
-from . import forwards, groups, rms, source, table
-from .classes import (
-    PLAIN,
-    REGISTERED,
-    Forward,
-    Known,
-    kind_of,
-    made_class,
-    plain_class,
-    swapped_from,
-)
+from . import classes, forwards, groups, rms, source, table
+from .classes import REGISTERED, Forward, Known, kind_of, plain_class
 from .classes import is_fused as is_fused  # the package takes it from here
 from .source import Part, Source
 
 # The classes of PyTorch, and their forwards at the import.
 _OF_PYTORCH: dict[type[nn.Module], tuple[Known, Any]] = {
-    **{cls: (Known(kind, fused.forward), own) for cls, (fused, kind, own) in PLAIN.items()},
+    **{cls: (Known(kind, fused.forward), own) for cls, (fused, kind, own) in classes.PLAIN.items()},
     **{
         cls: (Known("group", groups.instance_norm), stock.own_forward(cls))
         for cls in stock.InstanceNorms
@@ -70,7 +61,7 @@ def find(module: nn.Module, read: Read = source.read) -> Found | None:
 
     A class that is not known is a norm if its name says so and it has no children.
     """
-    cls = swapped_from(module) or plain_class(module)
+    cls = classes.swapped_from(module) or plain_class(module)
     by_class = table.CLASSES.get(_name(cls))
     own = module.__dict__.get("forward")
     if own is not None:
@@ -140,7 +131,7 @@ def _of_instance(module: nn.Module, own: Any, cls: type[nn.Module], read: Read) 
 def accepted(module: nn.Module, found: Found) -> Found:
     """What a module is that nobody knows and a predicate accepts: a subclass of PyTorch's is taken
     to compute what PyTorch's class computes."""
-    cls = swapped_from(module) or plain_class(module)
+    cls = classes.swapped_from(module) or plain_class(module)
     if "forward" in module.__dict__ or cls in _OF_PYTORCH or _name(cls) in table.CLASSES:
         return found
     for of_pytorch, known in _AS_PYTORCH.items():
@@ -169,7 +160,7 @@ def class_of(
     is_row = known.forward.__module__.startswith(f"{__package__}.")
     is_row = is_row and known not in _AS_PYTORCH.values()
     forward = None if is_row else known.forward
-    return made_class(cls, known, parts, (_again, known.kind, forward, own), own)
+    return classes.made_class(cls, known, parts, (_again, known.kind, forward, own), own)
 
 
 def _again(

@@ -138,11 +138,9 @@ def norm_of(module: Any) -> Norm | None:
     return None if of is None else of(module)
 
 
-def _row(
-    eps: str, variant: Variant = PLAIN, dtypes: Dtypes = OF_X, weight: str = "weight"
-) -> Forward:
+def _row(eps: str, variant: Variant = PLAIN, dtypes: Dtypes = OF_X) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor | None:
-        return normalized(x, parameter(self, weight), getattr(self, eps), variant, dtypes)
+        return normalized(x, parameter(self, "weight"), getattr(self, eps), variant, dtypes)
 
     NORMS[forward] = lambda module: Norm(module.weight, getattr(module, eps), variant, dtypes)
     return forward
