@@ -231,9 +231,7 @@ def text(rows: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = results.parser("kernelbench", __doc__)
-    parser.add_argument(
-        "--problems", default="", help='comma-separated names or beginnings: "2/3,3/"'
-    )
+    parser.add_argument("--problems", default="", help='names or beginnings: "2/3,3/"')
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--jobs", type=int, default=6, help="processes that compile side by side")
     parser.add_argument("--limit-seconds", type=float, default=540)

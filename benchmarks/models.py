@@ -256,17 +256,13 @@ class Measured:
     def row(self) -> dict[str, Any]:
         fastest = sorted(self.walls)[: max(1, len(self.walls) // 10)]
         return {
-            "model": self.model,
-            "mode": self.mode,
-            "variant": self.variant,
+            "model": self.model, "mode": self.mode, "variant": self.variant,
             **timing.summary("wall", self.walls, "ms"),
             "wall_tenth_ms": round(statistics.fmean(fastest), 3),
             "peak_gib": round((self.own_bytes + self.peak_bytes) / 2**30, 3),
-            "device_ms": self.device_ms(),
-            "layer_norm_ms": self.device_ms(*KERNELS),
-            "kernels": sum(kernel.count for kernel in self.profiles[0]),
-            "loss": self.loss,
-        }
+            "device_ms": self.device_ms(), "layer_norm_ms": self.device_ms(*KERNELS),
+            "kernels": sum(kernel.count for kernel in self.profiles[0]), "loss": self.loss,
+        }  # fmt: skip
 
 
 def allocated() -> int:
@@ -424,9 +420,8 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.lock is not None:
         part = run(chosen, variants, modes, arguments.seconds, arguments.lock)
     else:
-        part = run_each_alone(
-            chosen, variants, modes, arguments.seconds, arguments.jobs, arguments.budget_seconds
-        )
+        limits = (arguments.seconds, arguments.jobs, arguments.budget_seconds)
+        part = run_each_alone(chosen, variants, modes, *limits)
     print("\n".join(report.models({"models": part})))
     # A run of a part writes a results file only with --output or --add.
     full = not arguments.models and modes == MODES and variants == USUAL

@@ -295,9 +295,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = results.parser("overhead", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of every measurement")
-    parser.add_argument(
-        "--norms", help='parts of the norms\' names, "rms,instance"; writes no file'
-    )
+    parser.add_argument("--norms", help='parts of names, "rms,instance"; writes no file')
     parser.add_argument("--output", type=Path, help="the results file")
     arguments = parser.parse_args(argv)
     timing.DEVICE = arguments.device

@@ -66,9 +66,8 @@ def compiled(case: Case, name: str, variant: str) -> Callable[..., Any]:
         with mock.patch.object(rules, "RULES", (forced,)):
             return backend(graph_module, example_inputs)
 
-    return torch.compile(
-        function, fullgraph=True, backend="inductor" if variant == "stock" else by_rule
-    )
+    how: Any = "inductor" if variant == "stock" else by_rule
+    return torch.compile(function, fullgraph=True, backend=how)
 
 
 def measure(rows: int, cols: int, name: str, dtype: str, rounds: int) -> dict[str, float]:

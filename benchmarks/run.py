@@ -98,9 +98,8 @@ def run_cases(
             if name == names[0]:
                 size = (case.rows, case.cols, case.dtype)
                 if size not in copies:
-                    copies[size] = timing.copy_time(
-                        case.rows, case.cols, case.torch_dtype, seconds=seconds
-                    )
+                    shape = (case.rows, case.cols, case.torch_dtype)
+                    copies[size] = timing.copy_time(*shape, seconds=seconds)
                 row["copy_us"] = round(copies[size], 3)
             try:
                 us = time_case(case, name, seconds)
@@ -125,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ops", help=f"comma-separated: {', '.join(OPS)}")
     parser.add_argument("--rows", help='part of a case\'s name, e.g. "32768x1024" or "float32"')
     parser.add_argument(
-        "--no-compile", action="store_true", help="leave out torch.compile, whose rows take longest"
+        "--no-compile", action="store_true", help="leave out the slow torch.compile"
     )
     parser.add_argument("--quick", action="store_true", help="ours only, shorter measurements")
     parser.add_argument("--budget-seconds", type=float, default=440, help="skip what is left then")

@@ -12,6 +12,7 @@ Host and wall time: a shared host's speed changes by the minute, so compared var
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
@@ -128,10 +129,8 @@ def graph_time(calls: Sequence[Call], *, count: int | None = None, **options: An
 
 def _replay_times(graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
     """Microseconds of each replay, all enqueued before the first is waited for."""
-    events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(replays)
-    ]
+    event = functools.partial(torch.cuda.Event, enable_timing=True)
+    events = [(event(), event()) for _ in range(replays)]
     for start, end in events:
         start.record()
         graph.replay()

@@ -100,11 +100,8 @@ def _is_one(value: Any) -> bool:
 
 def _product(name: str, input: Any, other: Any) -> Call:
     """A product or quotient; one that changes nothing is the same."""
-    if _is_one(other):
-        return Call("same", (input,))
-    return (
-        Call("same", (other,)) if name == "mul" and _is_one(input) else Call(name, (input, other))
-    )
+    kept = (input,) if _is_one(other) else (other,) if name == "mul" and _is_one(input) else ()
+    return Call("same", kept) if kept else Call(name, (input, other))
 
 
 def _unary(name: str) -> _Reader:

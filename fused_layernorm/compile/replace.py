@@ -110,17 +110,11 @@ def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
             f"the norm is rounded to {name_of(rounded)} before its weight, "
             f"beside an input of {name_of(dtype)}"
         )
-    return describe(
-        **found,
-        normalized_ndim=site.normalized_ndim,
-        eps=site.eps,
-        activation=site.activation,
-        output_scale=site.factor,
-        out_dtype=out_dtype,
-        statistic=site.statistic,
-        weight_offset=site.weight_offset,
-        round_before_weight=rounded is not None,
-    )
+    options = ("normalized_ndim", "eps", "activation", "statistic", "weight_offset")
+    found |= {name: getattr(site, name) for name in options}
+    rounds = rounded is not None
+    return describe(**found, output_scale=site.factor, out_dtype=out_dtype,
+                    round_before_weight=rounds)  # fmt: skip
 
 
 def _chain(value: Node | Viewed | None) -> list[Any]:

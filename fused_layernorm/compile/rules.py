@@ -72,97 +72,62 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(
-        Choice.KERNEL,
-        "no compiler follows that would make a kernel of it",
-        where={"with_inductor": False},
-    ),
-    Rule(
-        Choice.KERNEL,
+    Rule(Choice.KERNEL, "no compiler follows that would make a kernel of it",
+        where={"with_inductor": False}),
+    Rule(Choice.KERNEL,
         "deterministic algorithms are asked for: Inductor's forward is not batch-invariant",
-        where={"deterministic": True},
-    ),
-    Rule(
-        Choice.KERNEL,
+        where={"deterministic": True}),
+    Rule(Choice.KERNEL,
         "groups of channels: with SiLU on an H100 218 against Inductor's 362 forward at 1 x 128 x "
         "1024 x 1024, 35 against 78 backward at 1 x 512 x 128 x 128; in channels_last 31.6 against "
         "36.8 and 49.6 against 119 at 2 x 320 x 128 x 128",
-        (Fusion.GROUPS,),
-    ),
-    Rule(
-        Choice.INDUCTOR,
+        (Fusion.GROUPS,)),
+    Rule(Choice.INDUCTOR,
         "a gated norm: forward both keep pace with memory; backward, on an H100, Inductor takes "
         "262 at 524288 x 128, 512 at 131072 x 1024 and 647 at 16384 x 8192, our kernels 248, 517 "
         "and 580",
-        (Fusion.GATED,),
-    ),
-    Rule(
-        Choice.PYTORCH,
+        (Fusion.GATED,)),
+    Rule(Choice.PYTORCH,
         "casts of autocast around it that only Inductor can fuse with it: a training step of ViT "
         "takes 5.39 ms stock, 5.41 with our backward kernel, Swin 12.45 and 12.51, ConvNeXt 6.29 "
         "and 6.93; the backend sees the casts, and is faster than stock",
-        (Fusion.PLAIN,),
-        range(1, 1025),
-        {"with_hidden_casts": True},
-    ),
-    Rule(
-        Choice.KERNEL,
+        (Fusion.PLAIN,), range(1, 1025), {"with_hidden_casts": True}),
+    Rule(Choice.KERNEL,
         "modulation: 21 against Inductor's 65 forward, 39 against 84 backward at 64 x 256 x 1152, "
         "with a gate 40 against 77 and 68 against 115; training steps of DiT 5.80 ms stock, 5.50 "
         "so, of SD3.5 20.40, 19.81",
-        (Fusion.MODULATED,),
-    ),
-    Rule(
-        Choice.KERNEL,
+        (Fusion.MODULATED,)),
+    Rule(Choice.KERNEL,
         "an activation behind: 36 against Inductor's 57 at 32768 x 1024, 137 against 329 at 4096",
-        (Fusion.ACTIVATED,),
-    ),
-    Rule(
-        Choice.INDUCTOR,
+        (Fusion.ACTIVATED,)),
+    Rule(Choice.INDUCTOR,
         "elements that lie apart, or that Inductor lays out itself beside convolutions: a training "
         "step of ConvNeXt takes 6.29 ms stock, 6.31 with our forward kernel, 5.64 so",
-        (Fusion.PLAIN, Fusion.RESIDUAL),
-        where={"is_apart": True},
-    ),
-    Rule(
-        Choice.PYTORCH,
+        (Fusion.PLAIN, Fusion.RESIDUAL), where={"is_apart": True}),
+    Rule(Choice.PYTORCH,
         "a call of RMSNorm, which only Inductor can fuse with what is around it, backward too: on "
         "an H100 a training step of Qwen3 takes 104.9 ms so, 106.3 with our backward kernels; of "
         "Llama 198.1, 199.4; of Gemma 3 106.3, 106.8",
-        (Fusion.PLAIN,),
-        where={"statistic": "rms", "is_call": True},
-    ),
-    Rule(
-        Choice.INDUCTOR,
+        (Fusion.PLAIN,), where={"statistic": "rms", "is_call": True}),
+    Rule(Choice.INDUCTOR,
         "RMSNorm: on an H100 Inductor's forward is at 0.90 to 1.00 of copy speed, 36.7 at 32768 x "
         "768, 95.7 at 2048, 183 at 4096, with a residual 376 at 4096, its backward at 0.51 to 0.90",
-        (Fusion.PLAIN, Fusion.RESIDUAL),
-        where={"statistic": "rms"},
-    ),
-    Rule(
-        Choice.INDUCTOR,
+        (Fusion.PLAIN, Fusion.RESIDUAL), where={"statistic": "rms"}),
+    Rule(Choice.INDUCTOR,
         "a width at which Inductor is as fast: 10.3 and 10.3 at 256, 27.5 and 26.7 at 768, 36.2 "
         "and 35.0 at 1024; a training step of BERT takes 12.04 ms stock, 12.01 with our forward "
         "kernel, 11.89 so, of ViT 5.39, 5.26, 5.20, of GPT-2 12.92, 12.76, 12.73",
-        (Fusion.PLAIN, Fusion.RESIDUAL),
-        range(256, 1025, 256),
-    ),
-    Rule(
-        Choice.INDUCTOR,
+        (Fusion.PLAIN, Fusion.RESIDUAL), range(256, 1025, 256)),
+    Rule(Choice.INDUCTOR,
         "elementwise neighbours to fuse with, at a width at which Inductor loses less than their "
         "round trip through memory costs: 66 against 99 at 2048, 132 against 183 at 4096, 143 and "
         "139 at 8192, where one copy takes 68, 130, 129",
-        (Fusion.PLAIN,),
-        range(256, 16385, 256),
-        {"has_neighbours": True},
-    ),
-    Rule(
-        Choice.KERNEL,
+        (Fusion.PLAIN,), range(256, 16385, 256), {"has_neighbours": True}),
+    Rule(Choice.KERNEL,
         "any other width: 21 against Inductor's 71 at 1152, 38 against 68 at 1021, 20.5 against "
         "27 at 96, 66 against 99 at 2048, 264 against 340 at 32768; with a residual 261 against "
-        "274 at 4096; a training step of Swin takes 12.45 ms stock, 11.83 so",
-    ),
-)
+        "274 at 4096; a training step of Swin takes 12.45 ms stock, 11.83 so"),
+)  # fmt: skip
 
 
 def choose(problem: Problem) -> Rule:
