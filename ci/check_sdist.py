@@ -22,7 +22,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Files of each kind that the sdist must have: for building, for testing, for reading.
 EXPECTED = ["setup.py", "build_tools/backend.py", "csrc/call/schemas.h", "tests/conftest.py",
-            "csrc/bindings/cuda/forward.cpp", "csrc/layernorm_kernel.cu",
+            "csrc/bindings/cuda/run.cpp", "csrc/layernorm_kernel.cu",
             "csrc/bindings/exports.map", "fused_layernorm/py.typed", "fused_layernorm/ops/load.py",
             "LICENSE", "README.md", "CHANGELOG.md", "Makefile"]  # fmt: skip
 QUICKLY = {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <iterator>
 #include <optional>
@@ -27,6 +28,18 @@ constexpr size_t position_of(std::string_view schema, std::string_view wanted) {
     const size_t end = std::min(schema.find(", "), schema.size());
     const std::string_view argument = schema.substr(0, std::min(schema.find('='), end));
     if (argument == wanted || argument.substr(argument.rfind(' ') + 1) == wanted) return position;
+    schema.remove_prefix(std::min(end + 2, schema.size()));
+  }
+  return kAbsent;
+}
+
+// The same of a tensor: a number may have its name.
+constexpr size_t position_of_tensor(std::string_view schema, std::string_view wanted) {
+  for (size_t position = 0; !schema.empty(); ++position) {
+    const size_t end = std::min(schema.find(", "), schema.size());
+    std::string_view argument = schema.substr(0, end);
+    const bool is_tensor = argument.substr(0, 6) == "Tensor";
+    if (is_tensor && argument.substr(argument.rfind(' ') + 1) == wanted) return position;
     schema.remove_prefix(std::min(end + 2, schema.size()));
   }
   return kAbsent;
@@ -62,20 +75,13 @@ struct Operator : Schema {
     kX = position_of(kAll, "x"),
     kMean = position_of(kAll, "mean"),
     kRstd = position_of(kAll, "rstd"),
-    kDresidual = position_of(kAll, "dresidual"),
     kNeedsDx = position_of(kAll, "needs_dx"),
-    kNeedsDinput = position_of(kAll, "needs_dinput"),
-    kNeedsDgate = position_of(kAll, "needs_dgate"),
-    kNeedsDshift = position_of(kAll, "needs_dshift"),
-    kNeedsDscale = position_of(kAll, "needs_dscale"),
-    kNeedsDweight = position_of(kAll, "needs_dweight"),
-    kNeedsDbias = position_of(kAll, "needs_dbias"),
     // Both.
     kNormalizedNdim = position_of(kAll, "normalized_ndim"),
     kNumGroups = position_of(kAll, "num_groups"),
     kGate = position_of(kAll, "gate"),
     kShift = position_of(kAll, "shift"),
-    kScale = position_of(kAll, "Tensor? scale"),
+    kScale = position_of_tensor(kAll, "scale"),
     kWeight = position_of(kAll, "weight"),
     kBias = position_of(kAll, "bias"),
     kActivation = position_of(kAll, "activation"),
@@ -91,7 +97,6 @@ struct Operator : Schema {
   static constexpr bool kHasModulation = kShift != kAbsent;
   static constexpr bool kHasGroups = kNumGroups != kAbsent;
   static constexpr bool kHasGate = kGate != kAbsent;
-  static constexpr bool kGateIsOptional = position_of(kAll, "Tensor? gate") != kAbsent;
   // The gate is that of a sum, x = residual + gate * input.
   static constexpr bool kGatesSum = kHasGate && kGateFirst == kAbsent;
 };
@@ -124,27 +129,93 @@ using BackwardOperators = Operators<schemas::LayerNormBackward, schemas::AdaLaye
 using LayerNorm = Operator<schemas::LayerNorm>;
 using GroupNorm = Operator<schemas::GroupNorm>;
 
-// The gradients that backward of a norm may have.
-template <class Tensor>
-struct NormGradients {
-  Tensor dx, dinput, dgate, dshift, dscale, dweight, dbias;
+// ---- Fields: which tensors a call has, and what it gives. Whatever reads calls, writes them back,
+// describes or saves them goes over these.
+
+template <class T>
+struct TensorField {
+  std::string_view name;
+  T NormTensors<T>::* member;
 };
+template <class T, class All = NormTensors<T>>
+constexpr TensorField<T> kTensorFields[] = {
+    {"input", &All::input}, {"residual", &All::residual},   {"dy", &All::dy},
+    {"x", &All::x},         {"mean", &All::mean},           {"rstd", &All::rstd},
+    {"gate", &All::gate},   {"dresidual", &All::dresidual}, {"shift", &All::shift},
+    {"scale", &All::scale}, {"weight", &All::weight},       {"bias", &All::bias}};
+constexpr size_t kTensorCount = std::size(kTensorFields<int>);
+
+// The position of each of these tensors in an operator, and whether it may be None.
+struct TensorPosition {
+  size_t at = kAbsent;
+  bool is_optional = false;
+};
+template <class Op>
+constexpr auto kTensorPositions = [] {
+  std::array<TensorPosition, kTensorCount> positions = {};
+  for (size_t i = 0; i < kTensorCount; ++i) {
+    const std::string_view name = kTensorFields<int>[i].name, schema = Op::kSchema;
+    positions[i].at = position_of_tensor(schema, name);
+    for (size_t at = 0; (at = schema.find("Tensor? ", at)) != schema.npos; ++at) {
+      const std::string_view rest = schema.substr(at + 8);
+      positions[i].is_optional |= rest.substr(0, std::min(rest.find(','), rest.size())) == name;
+    }
+  }
+  return positions;
+}();
+
+// Calls a function with the position of every tensor that an operator has, whether it may be None,
+// and its field among tensors of type T.
+template <class Op, class T, class Function>
+void each_tensor(const Function& function) {
+  for (size_t i = 0; i < kTensorCount; ++i) {
+    const auto& position = kTensorPositions<Op>[i];
+    if (position.at != kAbsent) {
+      function(position.at, position.is_optional, kTensorFields<T>[i].member);
+    }
+  }
+}
+
+// Describes tensors by `raw_of` each.
+template <class T, class Raw>
+void describe(const NormTensors<T>& tensors, NormTensors<RawTensor>& into, const Raw& raw_of) {
+  for (size_t i = 0; i < kTensorCount; ++i) {
+    into.*kTensorFields<RawTensor>[i].member = raw_of(tensors.*kTensorFields<T>[i].member);
+  }
+}
+
 // The flags of a backward operator, and in their order its results.
-template <class Tensor>
-struct GradientFlag {
-  size_t position;
-  bool Needs::* needed;
-  Tensor NormGradients<Tensor>::* gradient;
+template <class T>
+struct GradientField {
+  std::string_view flag;
+  bool NormResults<bool>::* needed;
+  T NormResults<T>::* member;
 };
-template <class Op, class Tensor, class All = NormGradients<Tensor>>
-constexpr GradientFlag<Tensor> kGradientFlags[] = {
-    {Op::kNeedsDx, &Needs::dx, &All::dx},
-    {Op::kNeedsDinput, &Needs::dinput, &All::dinput},
-    {Op::kNeedsDgate, &Needs::dgate, &All::dgate},
-    {Op::kNeedsDshift, &Needs::dshift, &All::dshift},
-    {Op::kNeedsDscale, &Needs::dscale, &All::dscale},
-    {Op::kNeedsDweight, &Needs::dweight, &All::dweight},
-    {Op::kNeedsDbias, &Needs::dbias, &All::dbias}};
+template <class T, class All = NormResults<T>>
+constexpr GradientField<T> kGradientFields[] = {{"needs_dx", &Needs::dx, &All::dx},
+                                                {"needs_dinput", &Needs::dinput, &All::dinput},
+                                                {"needs_dgate", &Needs::dgate, &All::dgate},
+                                                {"needs_dshift", &Needs::dshift, &All::dshift},
+                                                {"needs_dscale", &Needs::dscale, &All::dscale},
+                                                {"needs_dweight", &Needs::dweight, &All::dweight},
+                                                {"needs_dbias", &Needs::dbias, &All::dbias}};
+
+// Calls a function with the position of every flag that a backward operator has, and its field.
+template <class Op>
+constexpr auto kGradientPositions = [] {
+  std::array<size_t, std::size(kGradientFields<int>)> positions = {};
+  for (size_t i = 0; i < positions.size(); ++i) {
+    positions[i] = position_of(Op::kSchema, kGradientFields<int>[i].flag);
+  }
+  return positions;
+}();
+template <class Op, class T, class Function>
+void each_gradient(const Function& function) {
+  for (size_t i = 0; i < std::size(kGradientFields<T>); ++i) {
+    const size_t position = kGradientPositions<Op>[i];
+    if (position != kAbsent) function(position, kGradientFields<T>[i]);
+  }
+}
 
 // A misspelt name would be absent without a word: whether an operator has what none of its
 // direction lacks, and whether all flags are found, side by side.
@@ -153,15 +224,13 @@ constexpr bool kIsForward = Op::kInput != kAbsent && Op::kWeight != kAbsent &&
                             Op::kBias != kAbsent && Op::kEps != kAbsent && Op::kOutDtype != kAbsent;
 template <class Op>
 constexpr bool is_backward() {
-  if (Op::kDy == kAbsent || Op::kX == kAbsent || Op::kRstd == kAbsent || Op::kWeight == kAbsent ||
-      Op::kBias == kAbsent || Op::kNeedsDx == kAbsent) {
-    return false;
-  }
   size_t next = Op::kNeedsDx;
-  for (const auto& flag : kGradientFlags<Op, int>) {
-    if (flag.position != kAbsent && flag.position != next++) return false;
+  for (const size_t position : kGradientPositions<Op>) {
+    if (position != kAbsent && position != next++) return false;
   }
-  return next - Op::kNeedsDx == flag_count(Op::kSchema);
+  return Op::kDy != kAbsent && Op::kX != kAbsent && Op::kRstd != kAbsent &&
+         Op::kWeight != kAbsent && Op::kBias != kAbsent && Op::kNeedsDx != kAbsent &&
+         next - Op::kNeedsDx == flag_count(Op::kSchema);
 }
 
 // The activations as users write them, in the order of the enumeration; the last one belongs to
@@ -188,31 +257,7 @@ inline Activation activation_of(std::string_view name) {
   return Activation::kNone;
 }
 
-// ---- Fields: where an operator has an argument, and where a description of its call. What reads
-// calls, writes them back and describes them goes over these.
-
-template <class Member>
-struct ArgumentField {
-  size_t position;  // kAbsent if the operator lacks it
-  Member member;
-};
-
-// The parameters: optional tensors, but a gate that is no optional one.
-template <class Op, class Norm>
-constexpr ArgumentField<decltype(&Norm::weight)> kParameters[] = {{Op::kWeight, &Norm::weight},
-                                                                  {Op::kBias, &Norm::bias},
-                                                                  {Op::kShift, &Norm::shift},
-                                                                  {Op::kScale, &Norm::scale},
-                                                                  {Op::kGate, &Norm::gate}};
-constexpr size_t kParameterCount = 5;
-
-// Describes the parameters of `norm`, by `raw_of` each.
-template <class Norm, class Raw>
-void describe_parameters(const Norm& norm, NormCall& call, const Raw& raw_of) {
-  constexpr auto& from = kParameters<Operator<schemas::LayerNorm>, Norm>;
-  constexpr auto& into = kParameters<Operator<schemas::LayerNorm>, NormCall>;
-  for (size_t i = 0; i < kParameterCount; ++i) call.*into[i].member = raw_of(norm.*from[i].member);
-}
+// ---- Options
 
 // Calls a function with the field of every option that is a number or a flag, and is there.
 template <class Op, class Function>

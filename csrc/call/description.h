@@ -15,6 +15,8 @@ namespace fused_layernorm {
 
 // What no kernel computes with.
 constexpr DataType kNoDataType = static_cast<DataType>(-1);
+// The index of a device that is not CUDA's.
+constexpr int16_t kNoDevice = -1;
 
 // A tensor as it lies in memory; without sizes there is none. Before the launch, `data` of a tensor
 // that is written may be null. Of a contiguous tensor no stride is read.
@@ -23,6 +25,7 @@ struct RawTensor {
   const int64_t *sizes = nullptr, *strides = nullptr;
   int64_t dims = 0;
   DataType type = kNoDataType;
+  int16_t device = kNoDevice;
   bool is_contiguous = false;
 
   explicit operator bool() const { return sizes != nullptr; }
@@ -56,59 +59,61 @@ struct NormOptions {
   GatePlace gate_place = GatePlace::kInput;
 };
 
-// What forward and backward have in common. Weight and bias are contiguous; shift, scale and gate
-// broadcast to x. With groups all four parameters may have any strides.
-struct NormCall {
-  NormOptions options;
-  int32_t device = 0;
-  RawTensor weight, bias, shift, scale, gate;
-
-  bool is_modulated() const { return shift || scale || gate; }
+// The tensors that a call is given, in any library's type of a tensor. One that is not there is an
+// empty T.
+template <class T>
+struct NormTensors {
+  T input = T(), residual = T();  // forward; backward of a gated sum has the input, too
+  T dy = T(), x = T(), mean = T(), rstd = T(), dresidual = T();      // backward
+  T weight = T(), bias = T(), shift = T(), scale = T(), gate = T();  // the parameters
 };
 
-// Forward. x, which is normalized, is input, or with a residual the sum of the two.
-struct ForwardCall : NormCall {
-  RawTensor input, residual;
-  // To which type round_before_weight rounds: that of input, unless an operator has cast it.
-  DataType rounded_to = kNoDataType;
-  // And to which a gated norm rounds the affine map's result: the promoted type of input and
-  // weight.
-  DataType affine_rounded_to = kNoDataType;
-
-  RawTensor y;
-  void *residual_out = nullptr, *mean = nullptr, *rstd = nullptr;  // contiguous
+// What a call gives: forward the first four, backward the gradients.
+template <class T>
+struct NormResults {
+  T y = T(), residual_out = T(), mean = T(), rstd = T();
+  T dx = T(), dinput = T(), dgate = T(), dshift = T(), dscale = T(), dweight = T(), dbias = T();
 };
 
-// Which gradients are asked for; those of input and gate are of a gated sum.
-struct Needs {
-  bool dx = false, dweight = false, dbias = false;
-  bool dshift = false, dscale = false, dinput = false, dgate = false;
-
+// Which results are asked for beside y and residual_out.
+struct Needs : NormResults<bool> {
   bool columns() const { return dweight || dbias; }
   bool any() const { return dx || columns() || dshift || dscale || dinput || dgate; }
 };
 
-// Backward. The input of a gated sum is there only with a gate, where the gradient of either is
-// wanted. All gradients but dx are contiguous. With groups dx is always written.
-struct BackwardCall : NormCall {
-  Needs needs;
-  RawTensor dy, x, dresidual, input;
-  RawTensor mean, rstd;  // RMSNorm has no mean
-  // So many rows in turn share all of shift, scale and gate, and further sums of their gradients
-  // may follow the launch; 0: the number follows from their sizes, and no sums follow.
+// A call. Forward normalizes x, which is input, or with a residual the sum of the two. Weight and
+// bias are contiguous; shift, scale and gate broadcast to x. With groups all four parameters may
+// have any strides. The input of a gated sum is there in backward only with a gate, where the
+// gradient of either is wanted. RMSNorm has no mean.
+struct NormCall : NormTensors<RawTensor> {
+  NormOptions options;
+  bool backward = false;
+  int32_t device = 0;
+  Needs needs;  // backward
+
+  // Forward. To which type round_before_weight rounds: that of input, unless an operator has cast
+  // it. And to which a gated norm rounds the affine map's result: the promoted type of input and
+  // weight.
+  DataType rounded_to = kNoDataType, affine_rounded_to = kNoDataType;
+  // Backward. So many rows in turn share all of shift, scale and gate, and further sums of their
+  // gradients may follow the launch; 0: the number follows from their sizes, and no sums follow.
   int64_t group_rows = 0;
 
-  RawTensor dx;
-  void *dweight = nullptr, *dbias = nullptr, *dinput = nullptr;
-  // Of each group, in the parameter's type, or where further sums follow in the arithmetic's.
-  void *dshift = nullptr, *dscale = nullptr, *dgate = nullptr;
+  // How y lies, or dx, which with groups is always written. All other results are contiguous.
+  RawTensor written;
+  // The results, once they are allocated; those of a modulation are of each group of rows, in the
+  // parameter's type, or where further sums follow in the arithmetic's.
+  NormResults<void*> to;
   bool dshift_is_wide = false, dscale_is_wide = false, dgate_is_wide = false;
+
+  const RawTensor& normalized() const { return backward ? x : residual ? residual : input; }
+  bool is_modulated() const { return shift || scale || gate; }
 };
 
 // ---- Direct calls
 
 // Raised whenever a struct of this file or the meaning of a field changes.
-constexpr int64_t kKernelTableVersion = 5;
+constexpr int64_t kKernelTableVersion = 6;
 
 // What `prepare` found, for `launch`.
 struct DirectLaunch {
@@ -124,10 +129,8 @@ struct DirectLaunch {
 // what went wrong, which is kept until the thread's next launch.
 struct KernelTable {
   int64_t version, size;
-  int64_t (*prepare_forward)(const ForwardCall*, DirectLaunch*);
-  const char* (*launch_forward)(const ForwardCall*, DirectLaunch*, void* workspace);
-  int64_t (*prepare_backward)(const BackwardCall*, DirectLaunch*);
-  const char* (*launch_backward)(const BackwardCall*, DirectLaunch*, void* workspace);
+  int64_t (*prepare)(const NormCall*, DirectLaunch*);
+  const char* (*launch)(const NormCall*, DirectLaunch*, void* workspace);
 };
 
 }  // namespace fused_layernorm

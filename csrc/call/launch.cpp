@@ -103,24 +103,6 @@ void launch_plan(const Params& params, const DataTypes& types, const Planned<Pla
   }
 }
 
-template <typename Params, typename... Plans>
-void launch_prepared(Prepared<Params, Plans...>& prepared, void* workspace, cudaStream_t stream) {
-  prepared.params.workspace = workspace;
-  std::visit(
-      [&](auto& plan) {
-        if constexpr (std::is_same_v<std::decay_t<decltype(plan)>, PreparedGroups>) {
-          plan.params.workspace = workspace;
-          launch_plan(plan.params, prepared.types, plan.planned, stream);
-        } else if constexpr (std::is_same_v<std::decay_t<decltype(plan)>, PreparedGated>) {
-          plan.params.workspace = workspace;
-          launch_plan(plan.params, prepared.types, plan.plan, stream);
-        } else {
-          launch_plan(prepared.params, prepared.types, plan, stream);
-        }
-      },
-      prepared.plan);
-}
-
 template <typename Plan>
 int64_t workspace_of(const Plan& plan) {
   return launch_of(plan).workspace_bytes;
@@ -130,69 +112,64 @@ int64_t workspace_of(const Planned<Plan>& planned) {
   const int64_t bytes = workspace_of(planned.plan);
   return planned.apart ? std::max(bytes, workspace_of(*planned.apart)) : bytes;
 }
-int64_t workspace_of(const PreparedGroups& groups) { return workspace_of(groups.planned); }
-int64_t workspace_of(const PreparedGated& gated) { return gated.plan.workspace_bytes; }
 
-}  // namespace
-
-template <typename Params, typename... Plans>
-int64_t Prepared<Params, Plans...>::workspace_bytes() const {
-  return std::visit([](const auto& each) { return workspace_of(each); }, plan);
+// The outputs of each family's kernels.
+void set_outputs(ForwardParams& params, const NormCall& call) {
+  params.y = call.to.y;
+  params.residual_out = call.to.residual_out;
+  params.mean = call.to.mean;
+  params.rstd = call.to.rstd;
 }
-template int64_t PreparedForward::workspace_bytes() const;
-template int64_t PreparedBackward::workspace_bytes() const;
-template int64_t PreparedGate::workspace_bytes() const;
-
-void launch(PreparedForward& prepared, const ForwardCall& call, void* workspace,
-            cudaStream_t stream) {
-  if (auto* const groups = std::get_if<PreparedGroups>(&prepared.plan)) {
-    groups->params.y = const_cast<void*>(call.y.data);
-    groups->params.mean = call.mean;
-    groups->params.rstd = call.rstd;
-  }
-  if (auto* const gated = std::get_if<PreparedGated>(&prepared.plan)) {
-    gated->params.y = const_cast<void*>(call.y.data);
-    gated->params.rstd = call.rstd;
-  }
-  ForwardParams& params = prepared.params;
-  params.y = const_cast<void*>(call.y.data);
-  params.residual_out = call.residual_out;
-  params.mean = call.mean;
-  params.rstd = call.rstd;
-  launch_prepared(prepared, workspace, stream);
-}
-
-void launch(PreparedBackward& prepared, const BackwardCall& call, void* workspace,
-            cudaStream_t stream) {
-  if (auto* const groups = std::get_if<PreparedGroups>(&prepared.plan)) {
-    groups->params.y = const_cast<void*>(call.dx.data);
-    groups->params.dweight.at = call.dweight;
-    groups->params.dbias.at = call.dbias;
-    groups->params.dshift.at = call.dshift;
-    groups->params.dscale_by.at = call.dscale;
-  }
-  if (auto* const gated = std::get_if<PreparedGated>(&prepared.plan)) {
-    gated->params.y = const_cast<void*>(call.dx.data);
-    gated->params.dgate = call.dgate;
-    gated->params.dweight = call.dweight;
-    gated->params.dbias = call.dbias;
-  }
-  BackwardParams& params = prepared.params;
-  params.dx = const_cast<void*>(call.dx.data);
-  params.dweight = call.dweight;
-  params.dbias = call.dbias;
-  params.dshift = call.dshift;
-  params.dscale = call.dscale;
-  params.dinput = call.dinput;
-  params.dgate = call.dgate;
+void set_outputs(BackwardParams& params, const NormCall& call) {
+  params.dx = call.to.dx;
+  params.dweight = call.to.dweight;
+  params.dbias = call.to.dbias;
+  params.dshift = call.to.dshift;
+  params.dscale = call.to.dscale;
+  params.dinput = call.to.dinput;
+  params.dgate = call.to.dgate;
   params.dshift_is_wide = call.dshift_is_wide;
   params.dscale_is_wide = call.dscale_is_wide;
   params.dgate_is_wide = call.dgate_is_wide;
-  launch_prepared(prepared, workspace, stream);
+}
+void set_outputs(GroupParams& params, const NormCall& call) {
+  params.y = call.backward ? call.to.dx : call.to.y;
+  if (!call.backward) {
+    params.mean = call.to.mean;
+    params.rstd = call.to.rstd;
+  }
+  params.dweight.at = call.to.dweight;
+  params.dbias.at = call.to.dbias;
+  params.dshift.at = call.to.dshift;
+  params.dscale_by.at = call.to.dscale;
+}
+void set_outputs(GatedParams& params, const NormCall& call) {
+  params.y = call.backward ? call.to.dx : call.to.y;
+  if (!call.backward) params.rstd = call.to.rstd;
+  params.dgate = call.to.dgate;
+  params.dweight = call.to.dweight;
+  params.dbias = call.to.dbias;
+}
+void set_outputs(GateParams& params, const NormCall& call) {
+  params.dinput = call.to.dinput;
+  params.dgate = call.to.dgate;
+  params.dgate_is_wide = call.dgate_is_wide;
 }
 
-void launch(PreparedGate& prepared, void* workspace, cudaStream_t stream) {
-  launch_prepared(prepared, workspace, stream);
+}  // namespace
+
+int64_t Prepared::workspace_bytes() const {
+  return std::visit([](const auto& each) { return workspace_of(each.plan); }, kernel);
+}
+
+void launch(Prepared& prepared, const NormCall& call, void* workspace, cudaStream_t stream) {
+  std::visit(
+      [&](auto& each) {
+        set_outputs(each.params, call);
+        each.params.workspace = workspace;
+        launch_plan(each.params, prepared.types, each.plan, stream);
+      },
+      prepared.kernel);
 }
 
 }  // namespace fused_layernorm

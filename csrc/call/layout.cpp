@@ -4,8 +4,6 @@
 
 #include <algorithm>
 
-#include "call/types.h"
-
 namespace fused_layernorm {
 namespace {
 
@@ -47,6 +45,12 @@ std::optional<RowMap> find_rows(const int64_t* sizes, int64_t dims, int64_t lead
 
 }  // namespace
 
+int64_t numel_of(const RawTensor& tensor, int64_t first, int64_t last) {
+  int64_t numbers = 1;
+  for (int64_t d = first; d < last; ++d) numbers *= tensor.sizes[d];
+  return numbers;
+}
+
 bool have_one_shape(const RawTensor& a, const RawTensor& b) {
   return a.dims == b.dims && (a.sizes == b.sizes || std::equal(a.sizes, a.sizes + a.dims, b.sizes));
 }
@@ -64,9 +68,7 @@ std::optional<RowMap> rows_of(const RawTensor& tensor, int64_t leading) {
     return find_rows(tensor.sizes, tensor.dims, leading, /*broadcasts=*/false,
                      [&](int64_t d) { return tensor.strides[d]; });
   }
-  int64_t cols = 1;
-  for (int64_t d = leading; d < tensor.dims; ++d) cols *= tensor.sizes[d];
-  return RowMap(cols);
+  return RowMap(numel_of(tensor, leading, tensor.dims));
 }
 
 bool place_rows(const RawTensor& tensor, int64_t leading, const void*& data, RowMap& rows,
@@ -77,13 +79,6 @@ bool place_rows(const RawTensor& tensor, int64_t leading, const void*& data, Row
   rows = *found;
   aligned = aligned && is_aligned(data, tensor.type, rows);
   return true;
-}
-
-bool is_statistic(const RawTensor& tensor, int64_t count, DataType x) {
-  if (!tensor || tensor.type != statistics_type(x) || !tensor.is_contiguous) return false;
-  int64_t numbers = 1;
-  for (int64_t d = 0; d < tensor.dims; ++d) numbers *= tensor.sizes[d];
-  return numbers == count;
 }
 
 std::optional<ChannelMap> channel_map_of(const RawTensor& tensor, int64_t leading) {
@@ -114,8 +109,7 @@ bool has_dense_channels(const RawTensor& tensor, const ChannelMap& map, int64_t 
       found->channel_stride != map.pixels) {
     return false;
   }
-  int64_t sample = map.pixels;
-  for (int64_t d = leading; d < tensor.dims; ++d) sample *= tensor.sizes[d];
+  const int64_t sample = map.pixels * numel_of(tensor, leading, tensor.dims);
   return map.samples == 1 || found->sample_stride == sample;
 }
 

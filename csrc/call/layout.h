@@ -14,6 +14,10 @@
 
 namespace fused_layernorm {
 
+// The number of elements, in all dimensions or in those from `first` to `last`.
+int64_t numel_of(const RawTensor& tensor, int64_t first, int64_t last);
+inline int64_t numel_of(const RawTensor& tensor) { return numel_of(tensor, 0, tensor.dims); }
+
 bool have_one_shape(const RawTensor& a, const RawTensor& b);
 
 // Whether every row of a tensor at this address, placed as `map` says, begins at a multiple of 16
@@ -29,9 +33,6 @@ std::optional<RowMap> rows_of(const RawTensor& tensor, int64_t leading);
 // begins at a multiple of 16 bytes.
 bool place_rows(const RawTensor& tensor, int64_t leading, const void*& data, RowMap& rows,
                 bool& aligned);
-
-// Whether a tensor is a statistic of x, of this type, with so many numbers in their order.
-bool is_statistic(const RawTensor& tensor, int64_t count, DataType x);
 
 // Where the rows of a tensor lie whose columns lie apart and whose neighbouring rows side by
 // side. std::nullopt for other tensors, rows of one column among them.

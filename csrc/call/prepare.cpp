@@ -2,40 +2,27 @@
 // From the description of a call to a launch's parameters and plan; prepare.h has the contract.
 #include "call/prepare.h"
 
-#include <cmath>
-
 #include "call/layout.h"
 #include "call/types.h"
 
 namespace fused_layernorm {
 namespace {
 
-// What both directions ask first. x's leading dimensions are rows, its others columns.
+// x's leading dimensions are rows, its others columns.
 struct Norm {
   int64_t leading = 0, rows = 1, cols = 1;
   std::optional<DataType> parameters;  // the type of all of them
 };
 
-// The norm of a call, unless the call is not valid or has parameters of several types.
+// The norm of a call, unless kernels do not read its parameters as they are.
 std::optional<Norm> norm_of(const NormCall& call, const RawTensor& x) {
-  const NormOptions& options = call.options;
   Norm norm;
-  norm.leading = x.dims - options.normalized_ndim;
-  if (options.normalized_ndim < 1 || norm.leading < 0 || options.has_unknown_name ||
-      !std::isfinite(options.output_scale) || !std::isfinite(options.weight_offset) ||
-      (!call.weight && options.weight_offset != 0.0)) {
-    return std::nullopt;
-  }
-  if (options.group_size != 0) return std::nullopt;  // only gated norms have it
-  for (int64_t d = 0; d < x.dims; ++d) (d < norm.leading ? norm.rows : norm.cols) *= x.sizes[d];
-  if (norm.rows < 1 || norm.cols < 1 || norm.rows > kMostExtent || norm.cols > kMostExtent) {
-    return std::nullopt;
-  }
+  norm.leading = x.dims - call.options.normalized_ndim;
+  norm.rows = numel_of(x, 0, norm.leading);
+  norm.cols = numel_of(x, norm.leading, x.dims);
+  if (norm.rows < 1 || norm.cols < 1) return std::nullopt;
   for (const RawTensor* parameter : {&call.weight, &call.bias}) {
-    if (!*parameter) continue;
-    const RawTensor columns = {.sizes = x.sizes + norm.leading, .dims = options.normalized_ndim};
-    if (!have_one_shape(*parameter, columns) || !parameter->is_contiguous ||
-        !is_aligned(parameter->data)) {
+    if (*parameter && (!parameter->is_contiguous || !is_aligned(parameter->data))) {
       return std::nullopt;
     }
   }
@@ -48,15 +35,8 @@ std::optional<Norm> norm_of(const NormCall& call, const RawTensor& x) {
   return norm;
 }
 
-bool is_known(DataType type) { return type != kNoDataType; }
-
-// Whether these are types of kernels, parameters included.
-bool are_known(const Norm& norm, DataType input, DataType x, DataType y) {
-  return is_known(input) && is_known(x) && is_known(y) && is_known(norm.parameters.value_or(x));
-}
-
-// Sets the parameters of kernels that both directions share. False if a modulation does not
-// broadcast to x, or kernels cannot read it where it lies.
+// Sets the parameters of kernels that both directions share. False if kernels cannot read a
+// modulation where it lies.
 template <typename Params>
 bool set_norm(Params& params, const NormCall& call, const Norm& norm, const RawTensor& x) {
   const NormOptions& options = call.options;
@@ -74,7 +54,6 @@ bool set_norm(Params& params, const NormCall& call, const Norm& norm, const RawT
   params.is_modulated = call.is_modulated();
   const auto place = [&](const RawTensor& tensor, const void*& data, RowMap& rows) {
     if (!tensor) return true;
-    if (!broadcasts_to(tensor, x)) return false;
     const auto found = rows_in_place(tensor, x, norm.leading);
     data = tensor.data;
     if (found) rows = *found;
@@ -129,12 +108,13 @@ Planned<Plan> planned_by(const Make& make, const Problem& problem, const Device&
 }
 
 // The plan of a forward pass over channels, read where they lie.
-std::optional<forward::Channels> plan_channels(const ForwardCall& call, const Norm& norm,
-                                               const Problem& problem, const Device& device) {
+std::optional<forward::Channels> plan_forward_channels(const NormCall& call, const Norm& norm,
+                                                       const Problem& problem,
+                                                       const Device& device) {
   const RawTensor& input = call.input;
   const auto map = channel_map_of(input, norm.leading);
-  const bool channels_last = call.y.is_contiguous;
-  if (!map || (!channels_last && !has_dense_channels(call.y, *map, norm.leading))) {
+  const bool channels_last = call.written.is_contiguous;
+  if (!map || (!channels_last && !has_dense_channels(call.written, *map, norm.leading))) {
     return std::nullopt;
   }
   return make_channels_plan(problem, *map, unit_of(input, *map), is_run(input, *map, norm.cols),
@@ -142,12 +122,13 @@ std::optional<forward::Channels> plan_channels(const ForwardCall& call, const No
 }
 
 // The same for backward. The channels of dy lie apart, as those of x, or side by side.
-std::optional<backward::Channels> plan_channels(const BackwardCall& call, const Norm& norm,
-                                                const Problem& problem, const Device& device) {
+std::optional<backward::Channels> plan_backward_channels(const NormCall& call, const Norm& norm,
+                                                         const Problem& problem,
+                                                         const Device& device) {
   const RawTensor &x = call.x, &dy = call.dy;
   const auto map = channel_map_of(x, norm.leading);
-  const bool dx_channels_last = !call.needs.dx || call.dx.is_contiguous;
-  if (!map || (!dx_channels_last && !has_dense_channels(call.dx, *map, norm.leading))) {
+  const bool dx_channels_last = !call.needs.dx || call.written.is_contiguous;
+  if (!map || (!dx_channels_last && !has_dense_channels(call.written, *map, norm.leading))) {
     return std::nullopt;
   }
   int64_t unit = unit_of(x, *map);
@@ -166,33 +147,23 @@ std::optional<backward::Channels> plan_channels(const BackwardCall& call, const 
   return make_channels_plan(problem, *map, dy_map, unit, run, dx_channels_last, device);
 }
 
-}  // namespace
-
-bool prepare(const ForwardCall& call, const Device& device, PreparedForward& into) {
-  if (is_formula_forced()) return false;
+bool prepare_forward(const NormCall& call, const Device& device, Prepared& into) {
   const NormOptions& options = call.options;
-  if (options.num_groups != 0) return prepare_groups(call, device, into);
-  if (options.gate_place != GatePlace::kInput) return prepare_gated(call, device, into);
-  const RawTensor &input = call.input, &x = call.residual ? call.residual : input;
+  const RawTensor &input = call.input, &x = call.normalized(), &y = call.written;
   const auto norm = norm_of(call, x);
-  if (!norm || std::isnan(options.eps) || !have_one_shape(input, x) || !have_one_shape(call.y, x) ||
-      !are_known(*norm, input.type, x.type, call.y.type)) {
-    return false;
-  }
-  ForwardParams& params = into.params;
-  params = {};
+  if (!norm) return false;
+  ForwardParams params;
   params.xhat_rounding =
       xhat_rounding_of(options.round_before_weight, static_cast<bool>(call.weight),
-                       is_known(call.rounded_to) ? call.rounded_to : input.type);
+                       call.rounded_to == kNoDataType ? input.type : call.rounded_to);
   const ForwardTypes types =
       settle_types(input.type, call.residual ? std::optional(x.type) : std::nullopt,
-                   norm->parameters, call.y.type, params.xhat_rounding != XhatRounding::kNone);
-  if (types.adds_first || types.summand != input.type || types.kernel.y != call.y.type ||
+                   norm->parameters, y.type, params.xhat_rounding != XhatRounding::kNone);
+  if (types.adds_first || types.summand != input.type || types.kernel.y != y.type ||
       types.kernel.weight != norm->parameters.value_or(types.kernel.weight) ||
-      !set_norm(params, call, *norm, x)) {
+      !set_norm(params, call, *norm, x) || !has_kernels(types.kernel)) {
     return false;
   }
-  if (!has_kernels(types.kernel)) return false;
   into.types = types.kernel;
   params.eps = Scalar(options.eps);
   params.plain_weight = options.weight_offset == 0.0 && params.xhat_rounding == XhatRounding::kNone;
@@ -201,7 +172,7 @@ bool prepare(const ForwardCall& call, const Device& device, PreparedForward& int
 
   Problem problem = problem_of(params, into.types);
   bool aligned = are_aligned(into.types, norm->cols);
-  if (call.y.is_contiguous &&
+  if (y.is_contiguous &&
       place_rows(input, norm->leading, params.input, params.input_rows, aligned)) {
     if (call.residual &&
         !place_rows(call.residual, norm->leading, params.residual, params.residual_rows, aligned)) {
@@ -210,45 +181,32 @@ bool prepare(const ForwardCall& call, const Device& device, PreparedForward& int
     problem.aligned = aligned;
     problem.halves = !aligned && begin_at_halves(params, into.types);
     problem.residual = static_cast<bool>(call.residual);
-    auto planned = planned_by<forward::Plan>(make_forward_plan, problem, device);
+    const auto planned = planned_by<forward::Plan>(make_forward_plan, problem, device);
     params.stays_in_l2 =
         std::visit([](const auto& strategy) { return stays_in_l2(strategy); }, planned.plan);
-    into.plan = std::move(planned);
+    into.kernel = Kernel<ForwardParams, Planned<forward::Plan>>{params, planned};
     return true;
   }
   if (call.residual || params.is_modulated) return false;
-  const auto channels = plan_channels(call, *norm, problem, device);
+  const auto channels = plan_forward_channels(call, *norm, problem, device);
   if (!channels) return false;
   params.input = input.data;
-  into.plan = *channels;
+  into.kernel = Kernel<ForwardParams, forward::Channels>{params, *channels};
   return true;
 }
 
-bool prepare(const BackwardCall& call, const Device& device, PreparedBackward& into) {
-  if (is_formula_forced()) return false;
-  if (call.options.num_groups != 0) return prepare_groups(call, device, into);
-  if (call.options.gate_place != GatePlace::kInput) return prepare_gated(call, device, into);
+bool prepare_backward(const NormCall& call, const Device& device, Prepared& into) {
   const RawTensor& x = call.x;
   const auto norm = norm_of(call, x);
-  if (!norm || !have_one_shape(call.dy, x) || !are_known(*norm, x.type, x.type, call.dy.type)) {
-    return false;
-  }
-  for (const RawTensor* rows : {&call.dresidual, &call.input}) {
-    if (*rows && (!have_one_shape(*rows, x) || rows->type != x.type)) return false;
-  }
-  const bool has_statistics = is_statistic(call.rstd, norm->rows, x.type) &&
-                              (call.options.is_rms || is_statistic(call.mean, norm->rows, x.type));
-  if (!has_statistics) return false;
+  if (!norm || (call.input && call.input.type != x.type)) return false;
   const DataTypes types = kernel_types(x.type, norm->parameters, call.dy.type);
-  BackwardParams& params = into.params;
-  params = {};
+  BackwardParams params;
   if (types.y != call.dy.type || types.weight != norm->parameters.value_or(types.weight) ||
-      !set_norm(params, call, *norm, x)) {
+      !set_norm(params, call, *norm, x) || !has_kernels(types)) {
     return false;
   }
-  if (!has_kernels(types)) return false;
   into.types = types;
-  params.mean = call.mean.data;
+  if (!call.options.is_rms) params.mean = call.mean.data;
   params.rstd = call.rstd.data;
 
   const Needs& needs = call.needs;
@@ -280,29 +238,43 @@ bool prepare(const BackwardCall& call, const Device& device, PreparedBackward& i
   const auto place = [&](const RawTensor& tensor, const void*& data, RowMap& rows) {
     return !tensor || place_rows(tensor, norm->leading, data, rows, aligned);
   };
-  if (place(x, params.x, params.x_rows) && (!needs.dx || call.dx.is_contiguous)) {
+  if (place(x, params.x, params.x_rows) && (!needs.dx || call.written.is_contiguous)) {
     if (!place(call.dy, params.dy, params.dy_rows) ||
         !place(call.dresidual, params.dresidual, params.dresidual_rows) ||
         !place(call.input, params.input, params.input_rows)) {
       return false;
     }
     problem.aligned = aligned;
+    Planned<backward::Plan> planned;
     if (is_gated) {
       const auto gated = make_gated_plan(problem, device);
       if (!gated) return false;
-      into.plan = Planned<backward::Plan>{*gated, std::nullopt};
+      planned.plan = *gated;
     } else {
-      into.plan = planned_by<backward::Plan>(make_backward_plan, problem, device);
+      planned = planned_by<backward::Plan>(make_backward_plan, problem, device);
     }
+    into.kernel = Kernel<BackwardParams, Planned<backward::Plan>>{params, planned};
     return true;
   }
   if (call.dresidual || params.is_modulated) return false;
-  const auto channels = plan_channels(call, *norm, problem, device);
+  const auto channels = plan_backward_channels(call, *norm, problem, device);
   if (!channels) return false;
   params.x = x.data;
   params.dy = call.dy.data;
-  into.plan = *channels;
+  into.kernel = Kernel<BackwardParams, backward::Channels>{params, *channels};
   return true;
+}
+
+}  // namespace
+
+bool prepare(const NormCall& call, const Device& device, Prepared& into) {
+  if (is_formula_forced()) return false;
+  for (const RawTensor* statistic : {&call.mean, &call.rstd}) {
+    if (*statistic && !statistic->is_contiguous) return false;
+  }
+  if (call.options.num_groups != 0) return prepare_groups(call, device, into);
+  if (call.options.gate_place != GatePlace::kInput) return prepare_gated(call, device, into);
+  return (call.backward ? prepare_backward : prepare_forward)(call, device, into);
 }
 
 }  // namespace fused_layernorm

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the description of a call to its launch: prepare settles the types, finds the rows, fills in
-// the parameters of the kernels and makes the plan; launch enqueues it. Between the two the caller
-// allocates outputs and workspace. This is host code: without a GPU it makes plans of any device.
+// From the description of a call to its launch: check says whether it is valid, prepare settles the
+// types, finds the rows, fills in the parameters of the kernels and makes the plan; launch enqueues
+// it. Between the two the caller allocates outputs and workspace. This is host code: without a GPU
+// it makes plans of any device.
 #pragma once
 
+#include <optional>
+#include <string>
+#include <type_traits>
 #include <variant>
 
 #include "backward/plan.h"
@@ -25,53 +29,51 @@ struct Planned {
   std::optional<Plan> apart;  // if blocks of `plan` wait for each other
 };
 
-// A launch of GroupNorm, in either direction, has parameters of its own.
-struct PreparedGroups {
-  GroupParams params;
-  Planned<GroupPlan> planned;
-};
-
-// A launch of a gated norm, likewise.
-struct PreparedGated {
-  GatedParams params;
-  GatedPlan plan;
-};
-
-// A launch without its outputs. A family of norms is one alternative of its plans.
-template <typename KernelParams, typename... Plans>
-struct Prepared {
+// A launch without its outputs: the parameters of its kernels, and their plan.
+template <typename KernelParams, typename Plan>
+struct Kernel {
   KernelParams params;
+  Plan plan;
+};
+struct Prepared {
   DataTypes types;
-  std::variant<Plans...> plan;
+  std::variant<Kernel<ForwardParams, Planned<forward::Plan>>,
+               Kernel<BackwardParams, Planned<backward::Plan>>,
+               Kernel<ForwardParams, forward::Channels>, Kernel<BackwardParams, backward::Channels>,
+               Kernel<GroupParams, Planned<GroupPlan>>, Kernel<GatedParams, GatedPlan>,
+               Kernel<GateParams, backward::Gate>>
+      kernel;
 
   int64_t workspace_bytes() const;
 };
-using PreparedForward = Prepared<ForwardParams, Planned<forward::Plan>, forward::Channels,
-                                 PreparedGroups, PreparedGated>;
-using PreparedBackward = Prepared<BackwardParams, Planned<backward::Plan>, backward::Channels,
-                                  PreparedGroups, PreparedGated>;
-// The gradients of the gated sum residual + gate * input, by themselves.
-using PreparedGate = Prepared<GateParams, backward::Gate>;
+static_assert(std::is_trivially_destructible_v<Prepared>);
 
-// False for a call that kernels do not take as it is: because tensors do not lie where kernels read
-// or write them, a type has to be converted, or one launch does not suffice; or because it is not
-// valid. Throws std::invalid_argument if no plan can have what is forced, and in a trimmed build.
-bool prepare(const ForwardCall& call, const Device& device, PreparedForward& into);
-bool prepare(const BackwardCall& call, const Device& device, PreparedBackward& into);
+// What is to be done with a call. Operators throw what is wrong with one.
+struct Verdict {
+  enum Kind {
+    kTaken,
+    kInvalid,   // `reason` says why, in a sentence
+    kNoKernel,  // it is valid, but more than kernels count
+  };
+  Kind kind = kTaken;
+  std::string reason = {};
 
-// The same for calls whose options have groups (groups.cpp).
-bool prepare_groups(const ForwardCall& call, const Device& device, PreparedForward& into);
-bool prepare_groups(const BackwardCall& call, const Device& device, PreparedBackward& into);
-// And for calls of a gated norm (gated.cpp).
-bool prepare_gated(const ForwardCall& call, const Device& device, PreparedForward& into);
-bool prepare_gated(const BackwardCall& call, const Device& device, PreparedBackward& into);
+  explicit operator bool() const { return kind == kTaken; }
+};
+
+// Whether a call is valid, by its options and the types, shapes and devices of its tensors.
+Verdict check(const NormCall& call);
+
+// A valid call's launch. False if kernels do not take it as it is: because tensors do not lie where
+// kernels read or write them, a type has to be converted, or one launch does not suffice. Throws
+// std::invalid_argument if no plan can have what is forced, and in a trimmed build.
+bool prepare(const NormCall& call, const Device& device, Prepared& into);
+// The same for calls whose options have groups (groups.cpp), and of a gated norm (gated.cpp).
+bool prepare_groups(const NormCall& call, const Device& device, Prepared& into);
+bool prepare_gated(const NormCall& call, const Device& device, Prepared& into);
 
 // Launches what was prepared for this call, which has its outputs now. Throws std::runtime_error
 // with what is wrong.
-void launch(PreparedForward& prepared, const ForwardCall& call, void* workspace,
-            cudaStream_t stream);
-void launch(PreparedBackward& prepared, const BackwardCall& call, void* workspace,
-            cudaStream_t stream);
-void launch(PreparedGate& prepared, void* workspace, cudaStream_t stream);
+void launch(Prepared& prepared, const NormCall& call, void* workspace, cudaStream_t stream);
 
 }  // namespace fused_layernorm

@@ -24,6 +24,12 @@ DataTypes group_types(DataType x, DataType y) {
   return types;
 }
 
+DataType kernel_y_of_gated(DataType x, DataType y) {
+  const bool fits =
+      y == x || (is_half(x) && y == DataType::kFloat32) || (x == DataType::kFloat32 && is_half(y));
+  return fits ? y : statistics_type(x);
+}
+
 bool are_aligned(const DataTypes& types, int64_t cols) {
   return cols * std::min(size_of(types.x), size_of(types.y)) % kVectorBytes == 0;
 }
@@ -31,7 +37,7 @@ bool are_aligned(const DataTypes& types, int64_t cols) {
 ForwardTypes settle_types(DataType input, std::optional<DataType> residual,
                           std::optional<DataType> parameters, DataType y, bool rounds_xhat) {
   const DataType x = residual.value_or(input);
-  ForwardTypes types{kernel_types(x, parameters, y), y, statistics_type(x), input};
+  ForwardTypes types{kernel_types(x, parameters, y), input};
   if (!residual) return types;
 
   // The type of the input that the kernel adds to the residual (Types::In in norm/types.cuh).
@@ -60,6 +66,86 @@ XhatRounding xhat_rounding_of(bool round_before_weight, bool has_weight, DataTyp
   return input == DataType::kFloat16    ? XhatRounding::kFloat16
          : input == DataType::kBFloat16 ? XhatRounding::kBFloat16
                                         : XhatRounding::kNone;
+}
+
+namespace {
+
+// The one type in which kernels of rows take all parameters: their own if they have the same, else
+// float32. std::nullopt if there are none.
+std::optional<DataType> common_type(const NormCall& call) {
+  std::optional<DataType> common;
+  for (const RawTensor* parameter :
+       {&call.weight, &call.bias, &call.shift, &call.scale, &call.gate}) {
+    if (!*parameter) continue;
+    common =
+        common.value_or(parameter->type) == parameter->type ? parameter->type : DataType::kFloat32;
+  }
+  return common;
+}
+
+void settle_rows(const NormCall& call, Settled& s) {
+  s.keeps_order = call.options.keeps_order;
+  const auto parameters = common_type(call);
+  if (call.backward) {
+    s.kernel = kernel_types(call.x.type, parameters, call.dy.type);
+    s.written = s.result = call.x.type;
+    s.read.dy = {s.kernel.y, Layout::kRows};
+    s.read.x = s.read.dresidual = s.read.input = {kNoDataType, Layout::kRows};
+  } else {
+    const RawTensor& input = call.input;
+    const bool rounds = xhat_rounding_of(call.options.round_before_weight, bool(call.weight),
+                                         input.type) != XhatRounding::kNone;
+    const ForwardTypes types =
+        settle_types(input.type, call.residual ? std::optional(call.residual.type) : std::nullopt,
+                     parameters, call.written.type, rounds);
+    s.kernel = types.kernel;
+    s.written = types.kernel.y;
+    s.adds_first = types.adds_first;
+    s.read.input = {types.summand, Layout::kRows};
+    s.read.residual = {kNoDataType, Layout::kRows};
+  }
+  s.read.weight = s.read.bias = {s.kernel.weight, Layout::kColumns};
+  s.read.shift = s.read.scale = s.read.gate = {s.kernel.weight, Layout::kModulation};
+}
+
+void settle_groups(const NormCall& call, Settled& s) {
+  const DataType x = call.normalized().type;
+  s.keeps_order = true;
+  s.written = call.backward ? x : group_types(x, call.written.type).y;
+  s.read.input = s.read.x = {x, Layout::kAsWritten};
+  if (call.backward) s.read.dy = {group_types(x, call.dy.type).y, Layout::kAsWritten};
+}
+
+// x, gate and dy are of x's own type, or float32 for half precision beside another type. A float64
+// one is rounded to float32, if x is not float64 itself.
+void settle_gated(const NormCall& call, Settled& s) {
+  const DataType x = call.normalized().type, dy = call.backward ? call.dy.type : x;
+  const DataType type = (call.gate.type == x && dy == x) || !is_half(x) ? x : DataType::kFloat32;
+  s.written = call.backward ? type : kernel_y_of_gated(type, call.written.type);
+  s.read.input = s.read.x = s.read.dy = s.read.gate = {type, Layout::kRows};
+  const auto columns = [&](const RawTensor& parameter) -> Read {
+    const bool wide = parameter.type == DataType::kFloat32 && type != DataType::kFloat64;
+    return {wide ? DataType::kFloat32 : type, Layout::kColumns};
+  };
+  s.read.weight = columns(call.weight);
+  s.read.bias = columns(call.bias);
+}
+
+}  // namespace
+
+Settled settle(const NormCall& call) {
+  Settled s;
+  s.kernel.x = call.normalized().type;
+  s.result = call.written.type;
+  s.read.mean = s.read.rstd = {kNoDataType, Layout::kContiguous};
+  if (call.options.num_groups != 0) {
+    settle_groups(call, s);
+  } else if (call.options.gate_place != GatePlace::kInput) {
+    settle_gated(call, s);
+  } else {
+    settle_rows(call, s);
+  }
+  return s;
 }
 
 }  // namespace fused_layernorm

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "base/params.h"
+#include "call/description.h"
 
 namespace fused_layernorm {
 
@@ -32,14 +33,15 @@ inline bool has_kernels(const DataTypes& types) {
   return has_kernels(types.x, types.weight, types.y);
 }
 
+// The type in which kernels of gated norms write y for one of this type.
+DataType kernel_y_of_gated(DataType x, DataType y);
+
 // Whether contiguous rows of `cols` columns, of x and of y, begin at multiples of 16 bytes.
 bool are_aligned(const DataTypes& types, int64_t cols);
 
-// The types of a forward pass: those that its kernel is launched with, and those of its results.
+// The types of a forward pass.
 struct ForwardTypes {
   DataTypes kernel;
-  DataType y;           // of the result
-  DataType statistics;  // of the result
   // With a residual: the type to which input is cast for a kernel that adds the two. If there is no
   // such kernel (adds_first), the type in which the sum is taken before the launch.
   DataType summand;
@@ -51,5 +53,33 @@ ForwardTypes settle_types(DataType input, std::optional<DataType> residual,
 
 // The type that round_before_weight means for an input of this type.
 XhatRounding xhat_rounding_of(bool round_before_weight, bool has_weight, DataType input);
+
+// ---- How kernels read the tensors of a call: an operator copies what is or lies otherwise.
+
+enum class Layout {
+  kAny,
+  kContiguous,
+  kColumns,     // contiguous, from a multiple of 16 bytes on
+  kModulation,  // rows_in_place (layout.h)
+  kRows,        // rows_of, or where there are kernels of channels, as channels lie
+  kAsWritten,   // as the result of x's shape lies
+};
+struct Read {
+  DataType type = kNoDataType;  // none: any
+  Layout layout = Layout::kAny;
+};
+
+struct Settled {
+  DataTypes kernel;  // of the arithmetic
+  NormTensors<Read> read;
+  // The result of x's shape, y or dx: as kernels write it, and of the result.
+  DataType written, result;
+  bool keeps_order = false;  // else it is contiguous
+  // Rows with a residual: the sum is taken before the launch, in the type of read.input.
+  bool adds_first = false;
+};
+
+// Of a valid call whose tensors have types of kernels. `written` has y's type.
+Settled settle(const NormCall& call);
 
 }  // namespace fused_layernorm

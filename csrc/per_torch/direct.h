@@ -94,8 +94,8 @@ inline void* address_to_write(const Tensor& tensor) {
   return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
 }
 
-inline bool is_beside(const Tensor& tensor, const Tensor& x) {
-  return !tensor.defined() || tensor.device() == x.device();
+inline int16_t device_index(const Tensor& t) {
+  return t.is_cuda() ? t.device().index() : kNoDevice;
 }
 
 // The shape of mean and rstd.
@@ -114,6 +114,7 @@ inline RawTensor raw(const Tensor& tensor) {
           tensor.strides().data(),
           tensor.dim(),
           data_type_or_none(tensor.scalar_type()),
+          device_index(tensor),
           tensor.is_contiguous()};
 }
 
@@ -126,8 +127,13 @@ struct LikeX {
   // Whether that is the order of x's own strides.
   bool is_dense() const { return !keeps_order || x.is_non_overlapping_and_dense(); }
   RawTensor describe(at::ScalarType type) const {
-    return {nullptr, x.sizes().data(),        x.strides().data(),
-            x.dim(), data_type_or_none(type), !keeps_order || x.is_contiguous()};
+    return {nullptr,
+            x.sizes().data(),
+            x.strides().data(),
+            x.dim(),
+            data_type_or_none(type),
+            device_index(x),
+            !keeps_order || x.is_contiguous()};
   }
   Tensor allocate(at::ScalarType type) const {
     if (!keeps_order) return fused_layernorm::allocate(x.sizes(), type);
@@ -135,12 +141,11 @@ struct LikeX {
   }
 };
 
-template <typename Call, typename Launch>
-void launch_directly(const Call& call, DirectLaunch& prepared, int64_t workspace_bytes,
-                     const Launch& launch) {
+inline void launch_directly(const KernelTable& table, const NormCall& call, DirectLaunch& prepared,
+                            int64_t workspace_bytes) {
   Tensor workspace;
   if (workspace_bytes > 0) workspace = allocate({workspace_bytes}, at::kByte);
-  const char* const wrong = launch(&call, &prepared, address_to_write(workspace));
+  const char* const wrong = table.launch(&call, &prepared, address_to_write(workspace));
   TORCH_CHECK(wrong == nullptr, wrong);
   direct_calls.fetch_add(1, std::memory_order_relaxed);
 }
@@ -158,50 +163,41 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, const NormOp
   if (Op::kHasGroups && options.num_groups < 1) return false;
   const KernelTable* const table = kernel_table();
   if (table == nullptr) return false;
-  static const Tensor none;
-  const auto tensor_at = [&](size_t position) -> const Tensor& {
-    return position == kAbsent ? none : tensor_of(arguments[position]);
-  };
   const Tensor& input = arguments[Op::kInput].toTensor();
-  const Tensor& residual = tensor_at(Op::kResidual);
-  const Tensor& x = Op::kHasResidual ? residual : input;
-  ForwardCall call;
-  for (const auto& [position, member] : kParameters<Op, NormCall>) {
-    const Tensor& parameter = tensor_at(position);
-    if (!is_beside(parameter, input)) return false;
-    call.*member = raw(parameter);
-  }
-  if (!is_beside(residual, input)) return false;
   const LikeX like_x = {input, options.keeps_order};
   if (!like_x.is_dense()) return false;
   const at::ScalarType y_type = dtype_of(arguments[Op::kOutDtype]).value_or(input.scalar_type());
+  at::ScalarType x_type = input.scalar_type();
+  if constexpr (Op::kHasResidual) x_type = arguments[Op::kResidual].toTensor().scalar_type();
+  NormCall call;
+  each_tensor<Op, RawTensor>([&](size_t position, bool, auto member) {
+    call.*member = raw(tensor_of(arguments[position]));
+  });
   call.options = options;
-  call.device = input.device().index();
-  call.input = raw(input);
-  call.residual = raw(residual);
-  call.y = like_x.describe(y_type);
+  call.device = device_index(input);
+  call.written = like_x.describe(y_type);
 
   const c10::DeviceGuard guard(input.device());
   DirectLaunch prepared;
-  const int64_t workspace_bytes = table->prepare_forward(&call, &prepared);
+  const int64_t workspace_bytes = table->prepare(&call, &prepared);
   if (workspace_bytes < 0) return false;
   out.y = like_x.allocate(y_type);
-  if (Op::kHasResidual) out.residual_out = allocate(input.sizes(), x.scalar_type());
+  if (Op::kHasResidual) out.residual_out = allocate(input.sizes(), x_type);
   if (needs_statistics) {
     auto of_rows = statistics_shape(input.sizes(), options.normalized_ndim, options.num_groups);
     if (options.group_size > 0) of_rows.back() = input.sizes().back() / options.group_size;
-    const at::ScalarType type = statistics_type(x.scalar_type());
+    const at::ScalarType type = statistics_type(x_type);
     if (options.is_rms) {
       out.rstd = allocate(of_rows, type);
     } else {
       allocate_two(of_rows, c10::multiply_integers(of_rows), type, out.mean, out.rstd);
     }
   }
-  call.y.data = address_to_write(out.y);
-  call.residual_out = address_to_write(out.residual_out);
-  call.mean = address_to_write(out.mean);
-  call.rstd = address_to_write(out.rstd);
-  launch_directly(call, prepared, workspace_bytes, table->launch_forward);
+  call.to.y = address_to_write(out.y);
+  call.to.residual_out = address_to_write(out.residual_out);
+  call.to.mean = address_to_write(out.mean);
+  call.to.rstd = address_to_write(out.rstd);
+  launch_directly(*table, call, prepared, workspace_bytes);
   return true;
 }
 
@@ -215,23 +211,20 @@ void replace_arguments(Stack* stack, DirectOutputs& out) {
 
 // What backward has of a norm. dy, x and rstd are always defined; RMSNorm's mean is not. A gate is
 // there with the input that it multiplied, where the gradient of either is wanted.
-struct SavedNorm {
-  Tensor dy, x, mean, rstd, weight, bias, dresidual, shift, scale, input, gate;
-};
-
-using GradientsOfNorm = NormGradients<Tensor>;
+using SavedNorm = NormTensors<Tensor>;
+using GradientsOfNorm = NormResults<Tensor>;
 
 // Runs a backward operator of a norm, outside any dispatch. False as above.
 inline bool backward_directly(const SavedNorm& saved, const NormOptions& options,
                               const Needs& needs, GradientsOfNorm& out) {
   if (at::GradMode::is_enabled()) return false;
-  const auto& [dy, x, mean, rstd, weight, bias, dresidual, shift, scale, input, gate] = saved;
+  const Tensor& x = saved.x;
   DispatchKeySet keys;
-  for (const Tensor* each :
-       {&dy, &x, &mean, &rstd, &weight, &bias, &dresidual, &shift, &scale, &input, &gate}) {
-    if (!each->defined()) continue;
-    keys = keys | each->key_set();
-    if (!is_beside(*each, x) || each->_fw_grad(/*level=*/0).defined()) return false;
+  for (const auto& field : kTensorFields<Tensor>) {
+    const Tensor& each = saved.*field.member;
+    if (!each.defined()) continue;
+    keys = keys | each.key_set();
+    if (each._fw_grad(/*level=*/0).defined()) return false;
   }
   if (!is_cuda_alone(keys) || !needs.any()) return false;
   const KernelTable* const table = kernel_table();
@@ -239,39 +232,34 @@ inline bool backward_directly(const SavedNorm& saved, const NormOptions& options
 
   const LikeX like_x = {x, options.keeps_order};
   if (!like_x.is_dense()) return false;
-  BackwardCall call;
+  NormCall call;
+  describe(saved, call, [](const Tensor& tensor) { return raw(tensor); });
   call.options = options;
-  call.device = x.device().index();
-  describe_parameters(saved, call, [](const Tensor& tensor) { return raw(tensor); });
+  call.backward = true;
+  call.device = device_index(x);
   call.needs = needs;
-  call.dy = raw(dy);
-  call.x = raw(x);
-  call.dresidual = raw(dresidual);
-  call.input = raw(input);
-  if (!options.is_rms) call.mean = raw(mean);
-  call.rstd = raw(rstd);
-  call.dx = like_x.describe(x.scalar_type());
+  if (needs.dx || options.num_groups > 0) call.written = like_x.describe(x.scalar_type());
 
   const c10::DeviceGuard guard(x.device());
   DirectLaunch prepared;
-  const int64_t workspace_bytes = table->prepare_backward(&call, &prepared);
+  const int64_t workspace_bytes = table->prepare(&call, &prepared);
   if (workspace_bytes < 0) return false;
   const auto output = [](bool needed, const Tensor& like, Tensor& into) {
     if (needed) into = allocate(like.sizes(), like.scalar_type());
     return address_to_write(into);
   };
-  const Tensor& parameter = weight.defined() ? weight : bias;
+  const Tensor& parameter = saved.weight.defined() ? saved.weight : saved.bias;
   Tensor dx;
-  if (needs.dx || options.num_groups > 0) dx = like_x.allocate(x.scalar_type());
-  call.dx.data = address_to_write(dx);
+  if (call.written) dx = like_x.allocate(x.scalar_type());
+  call.to.dx = address_to_write(dx);
   if (needs.dx) out.dx = std::move(dx);
-  call.dweight = output(needs.dweight, parameter, out.dweight);
-  call.dbias = output(needs.dbias, parameter, out.dbias);
-  call.dshift = output(needs.dshift, shift, out.dshift);
-  call.dscale = output(needs.dscale, scale, out.dscale);
-  call.dinput = output(needs.dinput, input, out.dinput);
-  call.dgate = output(needs.dgate, gate, out.dgate);
-  launch_directly(call, prepared, workspace_bytes, table->launch_backward);
+  call.to.dweight = output(needs.dweight, parameter, out.dweight);
+  call.to.dbias = output(needs.dbias, parameter, out.dbias);
+  call.to.dshift = output(needs.dshift, saved.shift, out.dshift);
+  call.to.dscale = output(needs.dscale, saved.scale, out.dscale);
+  call.to.dinput = output(needs.dinput, saved.input, out.dinput);
+  call.to.dgate = output(needs.dgate, saved.gate, out.dgate);
+  launch_directly(*table, call, prepared, workspace_bytes);
   return true;
 }
 
@@ -282,27 +270,20 @@ GradientsOfNorm call_backward(const SavedNorm& saved, const NormOptions& options
   static_assert(is_backward<Op>(), "every backward operator has these arguments");
   static const OperatorHandle op = find_operator(Op::kName);
   Stack stack = stack_of<Op>(options);
-  const auto put = [&](size_t position, const Tensor& tensor) {
-    if (position != kAbsent) stack[position] = value_of(tensor);
-  };
-  put(Op::kDy, saved.dy);
-  put(Op::kX, saved.x);
+  each_tensor<Op, Tensor>(
+      [&](size_t position, bool, auto member) { stack[position] = value_of(saved.*member); });
   if constexpr (Op::kMean != kAbsent) {
-    put(Op::kMean, saved.mean.defined() ? saved.mean : saved.rstd.new_empty({0}));
+    if (!saved.mean.defined()) stack[Op::kMean] = saved.rstd.new_empty({0});
   }
-  put(Op::kRstd, saved.rstd);
-  for (const auto& [position, member] : kParameters<Op, SavedNorm>) put(position, saved.*member);
-  put(Op::kInput, saved.input);
-  put(Op::kDresidual, saved.dresidual);
-  for (const auto& flag : kGradientFlags<Op, Tensor>) {
-    if (flag.position != kAbsent) stack[flag.position] = needs.*flag.needed;
-  }
+  each_gradient<Op, Tensor>(
+      [&](size_t position, const auto& field) { stack[position] = needs.*field.needed; });
   call(op, &stack);
   GradientsOfNorm found;
-  for (const auto& flag : kGradientFlags<Op, Tensor>) {
-    if (flag.position == kAbsent || !(needs.*flag.needed)) continue;
-    found.*flag.gradient = std::move(stack[flag.position - Op::kNeedsDx]).toTensor();
-  }
+  each_gradient<Op, Tensor>([&](size_t position, const auto& field) {
+    if (needs.*field.needed) {
+      found.*field.member = std::move(stack[position - Op::kNeedsDx]).toTensor();
+    }
+  });
   return found;
 }
 

@@ -3,7 +3,7 @@
 
 input is (samples, channels, ...), and the channels of a sample form groups, each with a mean and a
 variance of its own. Here are the formula in PyTorch's operators, which computes calls off CUDA and
-all derivatives, and what calls must satisfy. csrc/bindings/cuda/groups.cpp has the operators on
+all derivatives, and what calls must satisfy. csrc/bindings/cuda has the operators on
 CUDA, csrc/per_torch autograd and autocast in C++; csrc/call/schemas.h says what they give.
 """
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators of heads on CUDA: check, describe q and k, allocate, plan, launch. Heads have no
 // direct call, so that this file alone describes them.
+#include <torch/csrc/stable/ops.h>
+
 #include <array>
 #include <cmath>
 #include <deque>
@@ -154,7 +156,7 @@ struct Heads {
   const void* hold_parameter(const Optional& parameter, bool& is_float) {
     if (!parameter) return nullptr;
     is_float = parameter->scalar_type() == ScalarType::Float;
-    return hold(*prepare_parameter(parameter, parameter->scalar_type())).const_data_ptr();
+    return hold(aligned_of(*parameter)).const_data_ptr();
   }
   const Tensor& hold(const Tensor& tensor) { return held_.emplace_back(tensor); }
   std::deque<Tensor> held_;
@@ -240,7 +242,11 @@ void run_backward(Heads& a, const Optional (&dy)[2], bool needs_dweight, bool ne
   a.describe();
   const auto gradient = [&](bool needed, const Optional& parameter, void*& data) {
     const ScalarType type = parameter ? parameter->scalar_type() : a.type();
-    return new_gradient(needed && parameter, parameter, type, q, !a.has_work(), data);
+    if (!needed || !parameter) return none(q, type);
+    Tensor result = empty_like(*parameter, type);
+    if (!a.has_work()) torch::stable::zero_(result);
+    data = result.mutable_data_ptr();
+    return result;
   };
   std::array<Optional, 2> dx, dweight, dbias;
   for (int i = 0; i < 2; ++i) {
@@ -258,8 +264,11 @@ void run_backward(Heads& a, const Optional (&dy)[2], bool needs_dweight, bool ne
   if (a.has_work()) {
     const auto plan = backward::make_heads_plan(a.params, device_of(q));
     if (!plan || is_formula_forced()) throw NoKernel();
-    const Workspace workspace(q, plan->workspace_bytes);
-    a.params.workspace = workspace.data();
+    Optional workspace;
+    if (plan->workspace_bytes > 0) {
+      workspace = empty(q, &plan->workspace_bytes, 1, ScalarType::Byte);
+      a.params.workspace = workspace->mutable_data_ptr();
+    }
     a.check_launch(launch_heads_backward(a.params, *plan, current_stream(q)), "backward");
   }
   call.give<6>({&*dx[0], &*dx[1], &*dweight[0], &*dweight[1], &*dbias[0], &*dbias[1]});

@@ -34,32 +34,13 @@ Tensor copy_rows(const Tensor& tensor, DataType type, const Tensor& x, int64_t l
 
 }  // namespace
 
-void check_broadcast(const std::optional<Tensor>& tensor, const char* name, const Tensor& x) {
-  if (!tensor) return;
-  CHECK_ARGUMENT(broadcasts_to(raw(*tensor), raw(x)), name,
-                 " must broadcast to the shape of the input");
-  CHECK_ARGUMENT(is_beside(*tensor, x), name, " must be on the input's device");
-}
-
-std::optional<DataType> common_type(
-    std::initializer_list<const std::optional<Tensor>*> parameters) {
-  std::optional<DataType> common;
-  for (const auto* parameter : parameters) {
-    if (!*parameter) continue;
-    const DataType type = data_type((*parameter)->scalar_type());
-    common = !common || *common == type ? type : DataType::kFloat32;
-  }
-  return common;
-}
-
-std::optional<Tensor> prepare_modulation(const std::optional<Tensor>& modulation, DataType type,
-                                         const Tensor& x, int64_t leading) {
-  if (!modulation) return std::nullopt;
-  const RawTensor of_x = raw(x), given = raw(*modulation);
+Tensor prepare_modulation(const Tensor& modulation, DataType type, const Tensor& x,
+                          int64_t leading) {
+  const RawTensor of_x = raw(x), given = raw(modulation);
   if (given.type == type && rows_in_place(given, of_x, leading)) return modulation;
-  const Tensor rows = copy_rows(*modulation, type, x, leading, /*expands=*/false);
+  const Tensor rows = copy_rows(modulation, type, x, leading, /*expands=*/false);
   if (rows_in_place(raw(rows), of_x, leading)) return rows;
-  return copy_rows(*modulation, type, x, leading, /*expands=*/true);
+  return copy_rows(modulation, type, x, leading, /*expands=*/true);
 }
 
 GroupGradient::GroupGradient(bool needed, const std::optional<Tensor>& modulation,

@@ -3,25 +3,15 @@
 // of the groups of rows that share it. Also the few operators of PyTorch's that the bindings call.
 #pragma once
 
-#include <initializer_list>
-
 #include "bindings/cuda/tensors.h"
 #include "call/layout.h"
 
 namespace fused_layernorm __attribute__((visibility("hidden"))) {
 
-  // Throws unless `tensor`, if given, broadcasts to x's shape and is on x's device.
-  void check_broadcast(const std::optional<Tensor>& tensor, const char* name, const Tensor& x);
-
-  // The one type in which a kernel takes these parameters: their own if all have the same, else
-  // float32. std::nullopt if there are none.
-  std::optional<DataType> common_type(
-      std::initializer_list<const std::optional<Tensor>*> parameters);
-
   // The modulation itself if kernels can read it in place (rows_in_place) and it is of this type,
   // else a copy.
-  std::optional<Tensor> prepare_modulation(const std::optional<Tensor>& modulation, DataType type,
-                                           const Tensor& x, int64_t leading);
+  Tensor prepare_modulation(const Tensor& modulation, DataType type, const Tensor& x,
+                            int64_t leading);
 
   // The gradient of a modulation. Kernels write the gradient of each group; result() makes that of
   // the modulation itself.

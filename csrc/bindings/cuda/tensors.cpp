@@ -187,18 +187,9 @@ Tensor aligned_of(const Tensor& tensor) {
   return ready ? tensor : copy(tensor, tensor.scalar_type());
 }
 
-std::optional<Tensor> prepare_parameter(const std::optional<Tensor>& parameter, ScalarType type) {
-  if (!parameter) return std::nullopt;
-  return aligned_of(cast(*parameter, type));
-}
-
 Tensor with_rows(const Tensor& tensor, int64_t leading) {
   return rows_of(raw(tensor), leading) ? tensor : contiguous_of(tensor);
 }
-std::optional<Tensor> with_rows(const std::optional<Tensor>& tensor, int64_t leading) {
-  return tensor ? std::optional(with_rows(*tensor, leading)) : std::nullopt;
-}
-
 Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, int64_t dims) {
   AtenTensorHandle handle = nullptr;
   int64_t offset = 0;
@@ -213,14 +204,15 @@ bool is_beside(const Tensor& tensor, const Tensor& x) {
 }
 
 RawTensor raw(const Tensor& tensor) {
-  return {tensor.const_data_ptr(),         tensor.sizes().data(),
-          tensor.strides().data(),         tensor.dim(),
-          data_type(tensor.scalar_type()), tensor.is_contiguous()};
+  const int32_t device = tensor.is_cuda() ? tensor.get_device_index() : kNoDevice;
+  return {tensor.const_data_ptr(),
+          tensor.sizes().data(),
+          tensor.strides().data(),
+          tensor.dim(),
+          data_type_or_none(tensor.scalar_type()),
+          static_cast<int16_t>(device),
+          tensor.is_contiguous()};
 }
 RawTensor raw(const std::optional<Tensor>& tensor) { return tensor ? raw(*tensor) : RawTensor(); }
-
-Workspace::Workspace(const Tensor& like, int64_t bytes) {
-  if (bytes > 0) tensor_ = empty(like, &bytes, 1, ScalarType::Byte);
-}
 
 }  // namespace fused_layernorm

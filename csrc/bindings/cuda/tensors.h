@@ -68,13 +68,9 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   // The same, where it also begins at a multiple of 16 bytes.
   Tensor aligned_of(const Tensor& tensor);
 
-  // A parameter as kernels read it: of this type, contiguous and aligned.
-  std::optional<Tensor> prepare_parameter(const std::optional<Tensor>& parameter, ScalarType type);
-
   // A tensor whose rows kernels read: this one, or a contiguous copy if no RowMap describes where
   // its rows begin. The first `leading` dimensions count rows, the others columns.
   Tensor with_rows(const Tensor& tensor, int64_t leading);
-  std::optional<Tensor> with_rows(const std::optional<Tensor>& tensor, int64_t leading);
 
   // A view of the tensor's memory from its first element on, with these sizes and strides.
   Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, int64_t dims);
@@ -82,18 +78,8 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   // Whether a tensor is on the device of x, a CUDA tensor.
   bool is_beside(const Tensor& tensor, const Tensor& x);
 
-  // A tensor in a description. Throws for a type that no kernel computes with.
+  // A tensor in a description.
   RawTensor raw(const Tensor& tensor);
   RawTensor raw(const std::optional<Tensor>& tensor);
-
-  // Scratch memory for a launch, which may need none.
-  class Workspace {
-   public:
-    Workspace(const Tensor& like, int64_t bytes);
-    void* data() const { return tensor_ ? tensor_->mutable_data_ptr() : nullptr; }
-
-   private:
-    std::optional<Tensor> tensor_;
-  };
 
 }  // namespace fused_layernorm
