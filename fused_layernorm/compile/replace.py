@@ -62,6 +62,8 @@ def check(site: Site, effects: Effects, functional: bool) -> Replacement:
     if arguments.is_modulated and is_activated and not site.is_activated_after_modulation:
         raise NotFused("no operator has both a gate and an activation")
     _check_order(site, after)
+    if not site.nodes.isdisjoint(_nodes(values(arguments))):
+        raise NotFused("an operand is what the operator would replace")
     _check_effects(site, arguments, effects, functional)
     return Replacement(site, arguments, after, narrowed)
 
