@@ -94,7 +94,7 @@ def options_of(case: Case, forces: list[str]) -> Iterator[tuple[str, Plan]]:
             label = options or PLANNED
             try:
                 plan = plan_of(case, options or None)
-            except ValueError as problem:
+            except (RuntimeError, ValueError) as problem:
                 if "*" not in forced:
                     print(f"  {label:<48} failed: {str(problem).splitlines()[0]}", flush=True)
                 continue

@@ -416,8 +416,11 @@ LEFT: dict[str, tuple[list[Any], str, str]] = {
     "h = residual + x; norm(h, weight), norm(h, bias), h": ([ADD, LN], "residual", ""),
     "h = residual + x; s = h.mean(1, keepdim=True); norm(h) * (1 + s) + bias, h":
     ([ADA], MODULATED, "uses the sum before"),
+    # The shift is the sum, and the norm itself.
     "h = residual + x; norm(h) * (1 + x) + h, h":
-    ([ADA], MODULATED, "the sum is an operand beside itself"),
+    ([ADA], MODULATED, "an operand is what the operator would replace"),
+    "h = residual + x; y = norm(h); y + y * scale + y, h":
+    ([ADD], "residual", "an operand is what the operator would replace"),
     OVER_TWO: ([None], "", "it normalizes over dimensions [0, 1], which are not the last"),
     "torch.native_layer_norm(x, (D,), None, None, 1e-5)": ([None], "", "statistics"),
     "torch.ops.aten._fused_rms_norm.default(x, [D], weight, 1e-6)": ([None], "", "statistics"),

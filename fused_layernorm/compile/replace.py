@@ -58,8 +58,8 @@ def check(site: Site, effects: Effects, functional: bool) -> Replacement:
     narrowed = None if effects.writers(site.y) else autocast.narrowed(site.y)
     arguments = _arguments(site, dtype_of(site.y) if narrowed is None else narrowed.dtype)
     operands = _nodes(values(arguments))
-    if site.residual_out in operands:
-        raise NotFused("the sum is an operand beside itself")
+    if not site.nodes.isdisjoint(operands):
+        raise NotFused("an operand is what the operator would replace")
     after = site.residual_out and max([site.residual_out, *operands])
     is_activated = site.activation is not None or site.factor != 1.0
     if arguments.is_modulated and is_activated and not site.is_activated_after_modulation:
