@@ -200,7 +200,7 @@ constexpr GradientField<T> kGradientFields[] = {{"needs_dx", &Needs::dx, &All::d
                                                 {"needs_dweight", &Needs::dweight, &All::dweight},
                                                 {"needs_dbias", &Needs::dbias, &All::dbias}};
 
-// Calls a function with the position of every flag that a backward operator has, and its field.
+// The position of each flag in an operator.
 template <class Op>
 constexpr auto kGradientPositions = [] {
   std::array<size_t, std::size(kGradientFields<int>)> positions = {};
@@ -209,6 +209,7 @@ constexpr auto kGradientPositions = [] {
   }
   return positions;
 }();
+// Calls a function with the position of every flag that a backward operator has, and its field.
 template <class Op, class T, class Function>
 void each_gradient(const Function& function) {
   for (size_t i = 0; i < std::size(kGradientFields<T>); ++i) {
