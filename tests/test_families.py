@@ -622,7 +622,7 @@ def test_compile_and_export(device, function, shapes, channels_last):
         z = torch.compile(module, fullgraph=True, **how)(*leaves)
         for found, right in zip([z, *torch.autograd.grad(z, leaves, dy)], expected, strict=True):
             assert how is not ways[0] or found.stride() == right.stride()
-            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found, right)
     program = torch.export.export(module, (*tensors,))
     (fake,) = (node.meta["val"] for node in program.graph.output_node().args[0])
     assert fake.stride() == y.stride()
@@ -630,7 +630,9 @@ def test_compile_and_export(device, function, shapes, channels_last):
     assert "fused_layernorm" in program.graph_module.code
     assert "fused_layernorm" not in plain.graph_module.code
     for exported in (program, plain):
-        torch.testing.assert_close(exported.module()(*tensors), y.detach())
+        z = exported.module()(*tensors)
+        assert exported is plain or z.stride() == y.stride()
+        torch.testing.assert_close(z, y.detach())
 
 
 def test_a_compiled_gate_of_any_number_of_rows(device):
