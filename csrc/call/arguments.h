@@ -22,27 +22,33 @@ namespace fused_layernorm {
 // The position of an argument that an operator lacks.
 constexpr size_t kAbsent = static_cast<size_t>(-1);
 
-// The position of the argument of this name, or of this type and name, in a schema.
-constexpr size_t position_of(std::string_view schema, std::string_view wanted) {
+// An argument in a schema.
+struct Argument {
+  size_t position = kAbsent;
+  std::string_view type;
+};
+
+// The argument of this name, or of this type and name, whose type begins so.
+constexpr Argument argument_of(std::string_view schema, std::string_view wanted,
+                               std::string_view type = "") {
   for (size_t position = 0; !schema.empty(); ++position) {
     const size_t end = std::min(schema.find(", "), schema.size());
     const std::string_view argument = schema.substr(0, std::min(schema.find('='), end));
-    if (argument == wanted || argument.substr(argument.rfind(' ') + 1) == wanted) return position;
+    const size_t space = argument.rfind(' ');
+    const bool is_named = argument == wanted || argument.substr(space + 1) == wanted;
+    if (is_named && argument.substr(0, type.size()) == type) {
+      return {position, argument.substr(0, space)};
+    }
     schema.remove_prefix(std::min(end + 2, schema.size()));
   }
-  return kAbsent;
+  return {};
 }
-
-// The same of a tensor: a number may have its name.
-constexpr size_t position_of_tensor(std::string_view schema, std::string_view wanted) {
-  for (size_t position = 0; !schema.empty(); ++position) {
-    const size_t end = std::min(schema.find(", "), schema.size());
-    std::string_view argument = schema.substr(0, end);
-    const bool is_tensor = argument.substr(0, 6) == "Tensor";
-    if (is_tensor && argument.substr(argument.rfind(' ') + 1) == wanted) return position;
-    schema.remove_prefix(std::min(end + 2, schema.size()));
-  }
-  return kAbsent;
+constexpr size_t position_of(std::string_view schema, std::string_view wanted) {
+  return argument_of(schema, wanted).position;
+}
+// A number may have a tensor's name.
+constexpr Argument tensor_of(std::string_view schema, std::string_view wanted) {
+  return argument_of(schema, wanted, "Tensor");
 }
 
 constexpr size_t argument_count(std::string_view schema) {
@@ -81,7 +87,7 @@ struct Operator : Schema {
     kNumGroups = position_of(kAll, "num_groups"),
     kGate = position_of(kAll, "gate"),
     kShift = position_of(kAll, "shift"),
-    kScale = position_of_tensor(kAll, "scale"),
+    kScale = tensor_of(kAll, "scale").position,
     kWeight = position_of(kAll, "weight"),
     kBias = position_of(kAll, "bias"),
     kActivation = position_of(kAll, "activation"),
@@ -145,23 +151,14 @@ constexpr TensorField<T> kTensorFields[] = {
     {"scale", &All::scale}, {"weight", &All::weight},       {"bias", &All::bias}};
 constexpr size_t kTensorCount = std::size(kTensorFields<int>);
 
-// The position of each of these tensors in an operator, and whether it may be None.
-struct TensorPosition {
-  size_t at = kAbsent;
-  bool is_optional = false;
-};
+// Each of these tensors among the arguments of an operator.
 template <class Op>
-constexpr auto kTensorPositions = [] {
-  std::array<TensorPosition, kTensorCount> positions = {};
+constexpr auto kTensorArguments = [] {
+  std::array<Argument, kTensorCount> found = {};
   for (size_t i = 0; i < kTensorCount; ++i) {
-    const std::string_view name = kTensorFields<int>[i].name, schema = Op::kSchema;
-    positions[i].at = position_of_tensor(schema, name);
-    for (size_t at = 0; (at = schema.find("Tensor? ", at)) != schema.npos; ++at) {
-      const std::string_view rest = schema.substr(at + 8);
-      positions[i].is_optional |= rest.substr(0, std::min(rest.find(','), rest.size())) == name;
-    }
+    found[i] = tensor_of(Op::kSchema, kTensorFields<int>[i].name);
   }
-  return positions;
+  return found;
 }();
 
 // Calls a function with the position of every tensor that an operator has, whether it may be None,
@@ -169,9 +166,9 @@ constexpr auto kTensorPositions = [] {
 template <class Op, class T, class Function>
 void each_tensor(const Function& function) {
   for (size_t i = 0; i < kTensorCount; ++i) {
-    const auto& position = kTensorPositions<Op>[i];
-    if (position.at != kAbsent) {
-      function(position.at, position.is_optional, kTensorFields<T>[i].member);
+    const Argument& argument = kTensorArguments<Op>[i];
+    if (argument.position != kAbsent) {
+      function(argument.position, argument.type == "Tensor?", kTensorFields<T>[i].member);
     }
   }
 }

@@ -75,7 +75,7 @@ def _is_moved(user: Node, node: Node) -> bool:
         (user.target in _MOVING or (call is not None and call.name == "view"))
         and user.args[:1] == (node,)
         and user.all_input_nodes == [node]
-        # A view in another dtype, or in today's, would show the bytes, not the numbers.
+        # A view in another dtype shows the bytes, not the numbers.
         and not any(isinstance(value, torch.dtype) for value in given)
         and (user.target not in _PADS or all(v in ("constant", None, 0) for v in given[1:]))
     )

@@ -84,9 +84,11 @@ def read(value: Any) -> Call | None:
         return value
     if not isinstance(value, Node) or value.op not in ("call_function", "call_method"):
         return None
-    reader, signature = _readers.get(value.target, (None, None))
-    if reader is None or signature is None:
-        return None if reader is None else reader(value)
+    if value.target not in _readers:
+        return None
+    reader, signature = _readers[value.target]
+    if signature is None:
+        return reader(value)
     try:
         bound = signature.bind(*value.args, **value.kwargs)
     except TypeError:

@@ -196,7 +196,6 @@ def _or_stock(swapped: Any) -> Forward:
         # Asked first: under such a mode each access to a tensor costs the host microseconds.
         if not _is_compiling() and stock.has_foreign_mode():
             return unfused(self, *args, **kwargs)
-        found = None
         if is_plain_but_for_a_device_mode(self, x, rest or kwargs):
             with stock.without_function_modes():
                 known = is_plain(self, x)
@@ -205,10 +204,9 @@ def _or_stock(swapped: Any) -> Forward:
                 return unfused(self, x) if found is None else found
         if x is None and kwargs.get(first) is not None:
             args = (kwargs.pop(first), *rest)
-        if is_known(self) and stock.are_supported(
-            *args, *kwargs.values(), *self._parameters.values()
-        ):
-            found = fused(self, *args, **kwargs)
+        others = (*kwargs.values(), *self._parameters.values())
+        known = is_known(self) and stock.are_supported(*args, *others)
+        found = fused(self, *args, **kwargs) if known else None
         return unfused(self, *args, **kwargs) if found is None else found
 
     # torch.jit.script compiles the source of the function that this one wraps, with the globals of
