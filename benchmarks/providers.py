@@ -105,7 +105,8 @@ def _shape(t: Tensors) -> tuple[int, ...]:
 
 
 class Peer(NamedTuple):
-    """Another package's norms: its module, its package, and a function for each family it has.
+    """Another package's norms: its module, its package, a function for each family it has, and
+    whether they have gradients.
 
     Peers take no mixture of dtypes.
     """
@@ -113,10 +114,13 @@ class Peer(NamedTuple):
     module: str
     package: str
     functions: dict[str, Function]
+    differentiable: bool = True
 
     def calls(self, case: Case, inputs: Sequence[Tensors]) -> list[Call] | None:
         function = self.functions.get(case.family.name)
-        return None if function is None or case.mixed else calls_of(function, case, inputs)
+        if function is None or case.mixed or (case.backward and not self.differentiable):
+            return None
+        return calls_of(function, case, inputs)
 
 
 PEERS = {
@@ -133,6 +137,12 @@ PEERS = {
             t["x"], _shape(t), t["weight"], t["bias"], EPS),
         "rms_": lambda t: _of("cudnn.ops.norm.rmsnorm", "rms_norm")(t["x"], t["weight"], None, EPS),
     }),
+    # Its sum and its norm take the places of residual and x.
+    "flashinfer": Peer("flashinfer.norm", "flashinfer-python", {
+        "rms_": lambda t: _of("flashinfer.norm", "rmsnorm")(t["x"], t["weight"], EPS),
+        "add_rms_": lambda t: _of("flashinfer.norm", "fused_add_rmsnorm")(
+            t["x"], t["residual"], t["weight"], EPS),
+    }, differentiable=False),
 }  # fmt: skip
 
 PROVIDERS: dict[str, Provider] = {

@@ -67,7 +67,7 @@ README_STEPS = (
 )
 OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; other times are peers'
 OTHERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN", "liger": "Liger",
-          "llama": "transformers' Llama class"}  # fmt: skip
+          "flashinfer": "FlashInfer", "llama": "transformers' Llama class"}  # fmt: skip
 
 
 # --- words and numbers ----------------------------------------------------------------------------

@@ -137,6 +137,8 @@ def test_peers_that_are_missing_or_broken_are_named(monkeypatch):
     assert only.calls(case, [one])[0]() is one["x"]  # type: ignore[index]
     assert only.calls(parse_case("6x20 float32 forward"), [one]) is None
     assert only.calls(replace(case, out_dtype="float16"), [one]) is None
+    backward = parse_case("6x20 float32 rms_backward")
+    assert only._replace(differentiable=False).calls(backward, [one]) is None
 
 
 def test_csrc_sha256_with_and_without_git(tmp_path):
