@@ -167,7 +167,12 @@ def forward_of(
             except (AttributeError, KeyError):
                 is_plain = False
             if is_plain:
-                y: Tensor | None = plain(is_rms, input, sizes, weight, bias, eps, is_group)
+                try:
+                    y: Tensor | None = plain(is_rms, input, sizes, weight, bias, eps, is_group)
+                except Exception:
+                    if not self._is_swapped or self._is_known(input):
+                        raise
+                    return cls.forward(self, input)
                 if y is not None:
                     return y
         if not isinstance(self, Norm):  # a bound method that outlived unswap_norms
