@@ -83,7 +83,7 @@ def register_sharding_rules() -> None:
 
     def rules_of(operator: OpOverload) -> Callable[..., list[Any]]:
         Call, count = load.call_of(operator), len(operator._schema.returns)
-        differentiated = [n[len("needs_d") :] for n in Call._fields if n.startswith("needs_d")]
+        differentiated = Call.differentiated
         is_of_heads = operator in (heads.qk_norm_rope, heads.qk_norm_rope_backward)
 
         def outputs(call: Any, inputs: dict[str, Any], placement: Placement) -> list[Placement]:
@@ -96,8 +96,8 @@ def register_sharding_rules() -> None:
                 return found
             if differentiated:
                 return [
-                    of_gradient(placement, inputs[name]) if needed else Replicate()
-                    for name, needed in zip(differentiated, call.needs, strict=True)
+                    of_gradient(placement, inputs[name]) if name in call.wanted else Replicate()
+                    for name in differentiated
                 ]
             if not operator._opname.endswith("_forward"):
                 return [placement] * count

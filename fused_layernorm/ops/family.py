@@ -128,8 +128,7 @@ def gradients(
 
     def implementation(*args: Any) -> Outputs:
         b = complete(Call(*args))
-        pairs = zip(Call._fields, b, strict=True)
-        wanted = [n.removeprefix("needs_d") for n, needed in pairs if n[:7] == "needs_d" and needed]
+        wanted = b.wanted
         if not wanted:
             return results(b, {})
         count, once = 1 if b.dresidual is None else 2, formulas.is_once()
@@ -215,11 +214,7 @@ class Forward(Function):
             tensors["weight"] = tensors["x"].new_empty(shape, dtype=dtype)
         is_gated = "needs_dinput" in Call._fields
         needs["x"] = needs.get("residual") or (needs["input"] and not is_gated)
-        flags = {
-            name: needs[name.removeprefix("needs_d")]
-            for name in Call._fields
-            if name.startswith("needs_d")
-        }
+        flags = {f"needs_d{name}": needs[name] for name in Call.differentiated}
         gradients: dict[str, Any] = {}
         if dy is None:  # only residual_out was used: its gradient bypasses the norm
             gradients["x"] = dresidual
