@@ -126,10 +126,7 @@ def norm_in_groups(a: Arguments, group_size: Any) -> Tensor:
         raise ValueError("expected group_size beside the last dimension alone to normalize over")
     if choice.has_autocast(device) and torch.is_autocast_enabled(device):
         a = under_autocast(a)
-    if _is_compiling():  # the fakes of the operators check the rest
-        arguments.check_options(a.activation, 1.0, a.out_dtype)
-    else:
-        arguments.check(a)
+    arguments.check(a)
     size = gated.check_group_size(group_size, input.shape[-1])
     rows = input.unflatten(-1, (input.shape[-1] // size, size))
     if a.weight is None and a.bias is None:
