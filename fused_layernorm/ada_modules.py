@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .functional import ada_layer_norm, add_ada_layer_norm
 from .modules import Norm
-from .ops.arguments import check_options, check_statistic
+from .ops.arguments import check_statistic
 
 # torch.fx.symbolic_trace records each of these as one call (modules.py).
 torch.fx.wrap("ada_layer_norm")
@@ -31,6 +31,7 @@ class FusedAdaLayerNorm(Norm, nn.LayerNorm):
     """
 
     statistic = "layer"
+    _arguments = ("weight", "bias", "eps", "statistic", "normalized_shape", "out_dtype")
 
     def __init__(
         self,
@@ -45,25 +46,14 @@ class FusedAdaLayerNorm(Norm, nn.LayerNorm):
         out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        check_options(None, 1.0, out_dtype)
+        self._take(None, 1.0, out_dtype)
         check_statistic(statistic, 0.0, self.weight)
         self.statistic = statistic
-        self.out_dtype = out_dtype
 
     def forward(
         self, input: Tensor, shift: Tensor | None = None, scale: Tensor | None = None
     ) -> Tensor:
-        return ada_layer_norm(
-            input,
-            shift,
-            scale,
-            self.weight,
-            self.bias,
-            self.eps,
-            statistic=self.statistic,
-            normalized_shape=self.normalized_shape,
-            out_dtype=self.out_dtype,
-        )
+        return ada_layer_norm(input, shift, scale, **self._given())
 
 
 class FusedAddAdaLayerNorm(FusedAdaLayerNorm):
@@ -83,16 +73,4 @@ class FusedAddAdaLayerNorm(FusedAdaLayerNorm):
         shift: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return add_ada_layer_norm(
-            input,
-            residual,
-            gate,
-            shift,
-            scale,
-            self.weight,
-            self.bias,
-            self.eps,
-            statistic=self.statistic,
-            normalized_shape=self.normalized_shape,
-            out_dtype=self.out_dtype,
-        )
+        return add_ada_layer_norm(input, residual, gate, shift, scale, **self._given())

@@ -57,10 +57,11 @@ def plain(
 ) -> Any:
     """PyTorch's function for a norm with nothing fused to it, or None where `run` must decide.
 
-    On CUDA the function leads to our kernels, on the CPU it is PyTorch's norm. over: the normalized
-    shape, by default weight's, or the number of groups. hidden: from the modes in force. Modes and
-    transforms are to see our operators, and torch.jit.trace crashes where an operator has raised
-    what is caught here. Dynamo does not trace this function.
+    What PyTorch or a kernel refuses raises this package's sentence about it. On CUDA the function
+    leads to our kernels, on the CPU it is PyTorch's norm. over: the normalized shape, by default
+    weight's, or the number of groups. hidden: from the modes in force. Modes and transforms are to
+    see our operators, and torch.jit.trace crashes where an operator has raised what is caught here.
+    Dynamo does not trace this function.
     """
     if (
         type(input) is not Tensor
@@ -85,8 +86,8 @@ def plain(
             if weight is None:
                 return None
             sizes = weight.shape
-        elif type(over) is int:
-            sizes = (over,)
+        elif type(over) is not tuple:
+            sizes = (over,) if type(over) is int else tuple(over)
         if input.is_cuda:
             if not autograd_library.active or _dispatch_modes() or _is_tracing():
                 return None
@@ -101,43 +102,27 @@ def plain(
             return torch.group_norm(input, sizes, weight, bias, eps)  # type: ignore[arg-type]
         return torch.layer_norm(input, sizes, weight, bias, eps)  # type: ignore[arg-type]
     except (RuntimeError, TypeError, ValueError) as error:
-        if _is_refusal(error, is_rms, input, over, weight, bias, eps, is_group):
+        if _DECLINES in str(error) or _NUMBER in str(error):
             return None
-        raise
+        given = (is_rms, input, over, weight, bias, eps, is_group)
+        raise arguments.explain(error, given, _check_plain) from None
 
 
-def _is_refusal(
-    error: Exception,
-    is_rms: bool,
-    input: Any,
-    over: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    is_group: bool,
-) -> bool:
-    """Whether an error of `plain` says that the call is not for it, and so comes before any work.
+# What csrc/per_torch says of a call that the kernels do not take. Where that is not reached,
+# PyTorch refuses the number, to which at most arguments.MAX_INDEX was added, and names it.
+_DECLINES, _NUMBER = "the kernels do not take such a norm", str(ASKS)[:9]
 
-    Other errors, such as that of a hook on saved tensors or of a full memory, must not lead to a
-    second call.
-    """
-    # What csrc/per_torch says of a call that the kernels do not take. Where that is not reached,
-    # PyTorch refuses the number, and names it.
-    named = str(ASKS + over if is_group else ASKS)
-    is_list = isinstance(error, TypeError) and isinstance(over, list)
-    if is_list or "the kernels do not take such a norm" in str(error) or named in str(error):
-        return True
-    try:
-        if is_group:
-            groups.check(groups.GroupArguments(input, over, None, None, weight, bias, eps))
-        else:
-            ndim = normalized_ndim(input, weight, bias, over)
-            eps = arguments.rms_eps(eps, input) if is_rms else eps
-            a = describe(input, weight=weight, bias=bias, normalized_ndim=ndim, eps=eps)
-            arguments.check(a._replace(statistic="rms" if is_rms else "layer"))
-    except Exception:
-        return True
-    return False
+
+def _check_plain(given: Any) -> None:
+    """Says what is wrong with a call of `plain`."""
+    is_rms, input, over, weight, bias, eps, is_group = given
+    if is_group:
+        groups.check(groups.GroupArguments(input, over, None, None, weight, bias, eps))
+        return
+    ndim = normalized_ndim(input, weight, bias, over)
+    eps, statistic = (arguments.rms_eps(eps, input), "rms") if is_rms else (eps, "layer")
+    norm = {"weight": weight, "bias": bias, "normalized_ndim": ndim, "eps": eps}
+    arguments.check(describe(input, **norm, statistic=statistic))
 
 
 _INTS = {int}

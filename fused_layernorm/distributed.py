@@ -42,13 +42,6 @@ def register_sharding_rules() -> None:
     from torch.distributed.tensor import Partial, Placement, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    def of_modulation(placement: Placement, modulation: Any, x: Any) -> Placement:
-        if not isinstance(placement, Shard):
-            return placement
-        dim = placement.dim - (x.ndim - modulation.ndim)
-        has_it = dim >= 0 and modulation.shape[dim] == x.shape[placement.dim]
-        return Shard(dim) if has_it else Replicate()
-
     def of_angles(placement: Placement, angles: Any, q: Any, seq_dim: int) -> Placement:
         if placement == Shard(seq_dim):
             return Shard(angles.ndim - 2)
@@ -64,26 +57,24 @@ def register_sharding_rules() -> None:
             return Replicate()  # it is empty
         if name in _ROWS:
             return placement
-        if name in _MODULATIONS:
-            is_of_groups = hasattr(call, "num_groups")
-            return (
-                of_samples(placement, value) if is_of_groups else of_modulation(placement, value, x)
-            )
-        return (
-            of_angles(placement, value, x, call.seq_dim) if name in ("cos", "sin") else Replicate()
-        )
+        if name in ("cos", "sin"):
+            return of_angles(placement, value, x, call.seq_dim)
+        if name not in _MODULATIONS or not isinstance(placement, Shard):
+            return Replicate()
+        if hasattr(call, "num_groups"):  # of samples
+            return placement if value.ndim > 1 else Replicate()
+        dim = placement.dim - (x.ndim - value.ndim)
+        has_it = dim >= 0 and value.shape[dim] == x.shape[placement.dim]
+        return Shard(dim) if has_it else Replicate()
 
     def of_gradient(placement: Placement, argument: Placement | None) -> Placement:
         """The placement of an argument's gradient, where x has `placement`."""
         is_whole = isinstance(argument, Shard) or not isinstance(placement, Shard)
         return (argument or Replicate()) if is_whole else Partial()
 
-    def of_samples(placement: Placement, modulation: Any) -> Placement:
-        return placement if modulation.ndim > 1 else Replicate()
-
     def rules_of(operator: OpOverload) -> Callable[..., list[Any]]:
         Call, count = load.call_of(operator), len(operator._schema.returns)
-        differentiated = [n[len("needs_d") :] for n in Call._fields if n.startswith("needs_d")]
+        differentiated = Call.differentiated
         is_of_heads = operator in (heads.qk_norm_rope, heads.qk_norm_rope_backward)
 
         def outputs(call: Any, inputs: dict[str, Any], placement: Placement) -> list[Placement]:
@@ -96,8 +87,8 @@ def register_sharding_rules() -> None:
                 return found
             if differentiated:
                 return [
-                    of_gradient(placement, inputs[name]) if needed else Replicate()
-                    for name, needed in zip(differentiated, call.needs, strict=True)
+                    of_gradient(placement, inputs[name]) if name in call.wanted else Replicate()
+                    for name in differentiated
                 ]
             if not operator._opname.endswith("_forward"):
                 return [placement] * count

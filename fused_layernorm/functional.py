@@ -121,7 +121,7 @@ def rms_norm(
             multiplied by weight, as Llama's norm does. Gradients take the rounding for the
             identity. It has no effect without a weight.
         group_size: the mean of squares is taken over so many of the last dimension's columns in
-            turn, beside a weight of all columns.
+            turn. A weight of all columns is multiplied by PyTorch's operators.
         normalized_shape, activation, scale, dim: as in :func:`layer_norm`.
         out_dtype: the result's dtype, any of the four. By default input's; under autocast what
             ``torch.nn.functional.rms_norm`` gives (float32 on CUDA from torch 2.12 on).

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from .compile import choice
 from .ops import arguments, gated
 from .ops.aten_forward import VARIANTS
 from .ops.autocast import under_autocast
-from .ops.formulas import acc_dtype, activate, to
+from .ops.formulas import acc_dtype, affine, epilogue, shifted, to
 from .ops.gated import GatedArguments
-from .ops.operators import Arguments
+from .ops.operators import Arguments, describe
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -119,30 +118,23 @@ def _settled(a: GatedArguments) -> GatedArguments:
 
 
 def norm_in_groups(a: Arguments, group_size: Any) -> Tensor:
-    """An RMSNorm that is described, over groups of columns."""
+    """An RMSNorm that is described, over groups of columns: these are the rows of a norm, whose
+    result PyTorch multiplies by a weight of all columns."""
     arguments.check_tensor("input", a.input)
     input, device = a.input, a.input.device.type
     if a.dim is not None or a.normalized_ndim != 1:
         raise ValueError("expected group_size beside the last dimension alone to normalize over")
     if choice.has_autocast(device) and torch.is_autocast_enabled(device):
         a = under_autocast(a)
-    if _is_compiling():  # the fakes of the operators check the rest
-        arguments.check_options(a.activation, 1.0, a.out_dtype)
-    else:
-        arguments.check(a)
+    arguments.check(a)
     size = gated.check_group_size(group_size, input.shape[-1])
+    rows = input.unflatten(-1, (input.shape[-1] // size, size))
     if a.weight is None and a.bias is None:
-        rows = input.unflatten(-1, (input.shape[-1] // size, size))
         found: Tensor = calls.run(a._replace(input=rows, out_dtype=a.y_dtype))
         return found.flatten(-2)
-    # A gated norm whose gate is one: a gate of infinity has a sigmoid of exactly one, and all rows
-    # read the same few numbers. Gate first is the order in which nothing follows the affine map.
-    gate = input.new_full(input.shape[-1:], math.inf).expand(input.shape)
-    is_bare = a.activation is None and a.output_scale == 1.0
-    wide = a.y_dtype if is_bare else acc_dtype(input.dtype)
-    weight, bias = a.weight, a.bias
-    if a.rounds_xhat and wide != input.dtype:  # their product is not rounded, either
-        weight, bias = (to(p, acc_dtype(input.dtype)) for p in (weight, bias))
-    options = (True, "sigmoid", size, wide, a.weight_offset, a.round_before_weight)
-    y = run(GatedArguments(input, gate, weight, bias, a.eps, *options))
-    return y if is_bare else (activate(y, a.activation) * a.output_scale).to(a.y_dtype)
+    acc = acc_dtype(input.dtype)
+    xhat = calls.run(describe(rows, eps=a.eps, out_dtype=acc, statistic="rms")).flatten(-2)
+    if a.rounds_xhat:
+        xhat = xhat.to(input.dtype).to(acc)
+    weight = shifted(a.weight, a.weight_offset, acc)
+    return epilogue(a, affine(xhat, weight, to(a.bias, acc)), None, None)

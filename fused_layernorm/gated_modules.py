@@ -32,6 +32,9 @@ class FusedRMSNormGated(FusedRMSNorm):
             :func:`rms_norm_gated`'s.
     """
 
+    _arguments = ("weight", "eps", "bias", "weight_offset", "round_before_weight", "group_size",
+                  "out_dtype")  # fmt: skip
+
     def __init__(
         self,
         hidden_size: int,
@@ -66,18 +69,11 @@ class FusedRMSNormGated(FusedRMSNorm):
         self.group_size = group_size
 
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
-        options: Any = {
-            "bias": self.bias,
-            "weight_offset": self.weight_offset,
-            "round_before_weight": self.round_before_weight,
-            "group_size": self.group_size,
-            "out_dtype": self.out_dtype,
-        }
+        given = self._given()
         if gate is None:
-            shape = self.normalized_shape
-            return rms_norm(input, self.weight, self.eps, normalized_shape=shape, **options)
+            return rms_norm(input, normalized_shape=self.normalized_shape, **given)
         first: Any = {"gate_first": self.gate_first, "gate_activation": self.gate_activation}
-        return rms_norm_gated(input, gate, self.weight, self.eps, **first, **options)
+        return rms_norm_gated(input, gate, **first, **given)
 
     def extra_repr(self) -> str:
         found = super().extra_repr()

@@ -181,6 +181,7 @@ class FusedGroupNorm(Norm, nn.GroupNorm):
     """
 
     _stock = GroupNorm
+    _arguments = ("num_groups", "weight", "bias", "eps", "activation", "scale", "out_dtype")
 
     def __init__(
         self,
@@ -201,10 +202,7 @@ class FusedGroupNorm(Norm, nn.GroupNorm):
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
-        arguments.check_options(activation, scale, out_dtype, groups.ACTIVATIONS)
-        self.activation = activation
-        self.scale = scale
-        self.out_dtype = out_dtype
+        self._take(activation, scale, out_dtype, groups.ACTIVATIONS)
 
     # The result of a swapped module lies as that of nn.GroupNorm.
     forward = forward_of(GroupNorm, "group_norm", "num_groups", as_pytorch_reads)
@@ -214,13 +212,5 @@ class FusedGroupNorm(Norm, nn.GroupNorm):
         return is_known and not has_one_value(input, self.num_groups)
 
     def _fused(self, input: Tensor) -> Tensor:
-        return group_norm(
-            as_pytorch_reads(input) if self._is_swapped else input,
-            self.num_groups,
-            self.weight,
-            self.bias,
-            self.eps,
-            activation=self.activation,
-            scale=self.scale,
-            out_dtype=self.out_dtype,
-        )
+        x = as_pytorch_reads(input) if self._is_swapped else input
+        return group_norm(x, **self._given())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,8 @@ from torch.nn import functional as F
 
 from . import stock
 from .calls import plain
-from .functional import (
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    rms_norm,
-)
-from .ops.arguments import check_options, check_statistic, name_of
+from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .ops.arguments import ACTIVATIONS, check_options, check_statistic, name_of
 from .stock import LayerNorm, RMSNorm
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -62,12 +57,23 @@ class Norm(nn.Module):
     """
 
     _stock: Any
+    _arguments: Any  # the names of what the function is given of a module
     _is_swapped = False
     activation = _NONE
     scale = 1.0
     out_dtype = _NONE
     weight_offset = 0.0
     round_before_weight = False
+
+    def _take(
+        self, activation: Any, scale: Any, out_dtype: Any, known: Sequence[str] = ACTIVATIONS
+    ) -> None:
+        """Sets these options of a module that is made."""
+        check_options(activation, scale, out_dtype, known)
+        self.activation, self.scale, self.out_dtype = activation, scale, out_dtype
+
+    def _given(self) -> dict[str, Any]:
+        return {name: getattr(self, name, None) for name in self._arguments}
 
     def _fused(self, input: Tensor) -> Tensor:
         """The call of this package's function."""
@@ -167,7 +173,12 @@ def forward_of(
             except (AttributeError, KeyError):
                 is_plain = False
             if is_plain:
-                y: Tensor | None = plain(is_rms, input, sizes, weight, bias, eps, is_group)
+                try:
+                    y: Tensor | None = plain(is_rms, input, sizes, weight, bias, eps, is_group)
+                except Exception:
+                    if not self._is_swapped or self._is_known(input):
+                        raise
+                    return cls.forward(self, input)
                 if y is not None:
                     return y
         if not isinstance(self, Norm):  # a bound method that outlived unswap_norms
@@ -198,6 +209,7 @@ class FusedLayerNorm(Norm, nn.LayerNorm):
     """
 
     _stock = LayerNorm
+    _arguments = ("weight", "bias", "eps", "normalized_shape", "activation", "scale", "out_dtype")
 
     def __init__(
         self,
@@ -213,24 +225,12 @@ class FusedLayerNorm(Norm, nn.LayerNorm):
         out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        check_options(activation, scale, out_dtype)
-        self.activation = activation
-        self.scale = scale
-        self.out_dtype = out_dtype
+        self._take(activation, scale, out_dtype)
 
     forward = forward_of(LayerNorm, "layer_norm", "normalized_shape")
 
     def _fused(self, input: Tensor) -> Tensor:
-        return layer_norm(
-            input,
-            self.weight,
-            self.bias,
-            self.eps,
-            normalized_shape=self.normalized_shape,
-            activation=self.activation,
-            scale=self.scale,
-            out_dtype=self.out_dtype,
-        )
+        return layer_norm(input, **self._given())
 
 
 class FusedAddLayerNorm(FusedLayerNorm):
@@ -241,17 +241,7 @@ class FusedAddLayerNorm(FusedLayerNorm):
     """
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return add_layer_norm(
-            input,
-            residual,
-            self.weight,
-            self.bias,
-            self.eps,
-            normalized_shape=self.normalized_shape,
-            activation=self.activation,
-            scale=self.scale,
-            out_dtype=self.out_dtype,
-        )
+        return add_layer_norm(input, residual, **self._given())
 
 
 class FusedRMSNorm(Norm, nn.RMSNorm):
@@ -271,6 +261,7 @@ class FusedRMSNorm(Norm, nn.RMSNorm):
     """
 
     _stock = RMSNorm
+    _arguments: Any = (*FusedLayerNorm._arguments, "weight_offset", "round_before_weight")
 
     def __init__(
         self,
@@ -288,7 +279,7 @@ class FusedRMSNorm(Norm, nn.RMSNorm):
         out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-        check_options(activation, scale, out_dtype)
+        self._take(activation, scale, out_dtype)
         check_statistic("rms", weight_offset, self.weight)
         if bias and elementwise_affine:
             self.bias = nn.Parameter(torch.zeros_like(self.weight))
@@ -296,26 +287,12 @@ class FusedRMSNorm(Norm, nn.RMSNorm):
             self.register_parameter("bias", None)
         self.weight_offset = weight_offset
         self.round_before_weight = round_before_weight
-        self.activation = activation
-        self.scale = scale
-        self.out_dtype = out_dtype
         self.reset_parameters()
 
     forward = forward_of(RMSNorm, "rms_norm", "normalized_shape", argument="x")
 
     def _fused(self, input: Tensor) -> Tensor:
-        return rms_norm(
-            input,
-            self.weight,
-            self.eps,
-            bias=getattr(self, "bias", None),  # a swapped nn.RMSNorm has none
-            weight_offset=self.weight_offset,
-            round_before_weight=self.round_before_weight,
-            normalized_shape=self.normalized_shape,
-            activation=self.activation,
-            scale=self.scale,
-            out_dtype=self.out_dtype,
-        )
+        return rms_norm(input, **self._given())
 
     def extra_repr(self) -> str:
         bias = "" if getattr(self, "bias", None) is None else ", bias=True"
@@ -330,19 +307,7 @@ class FusedAddRMSNorm(FusedRMSNorm):
     """
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return add_rms_norm(
-            input,
-            residual,
-            self.weight,
-            self.eps,
-            bias=self.bias,
-            weight_offset=self.weight_offset,
-            round_before_weight=self.round_before_weight,
-            normalized_shape=self.normalized_shape,
-            activation=self.activation,
-            scale=self.scale,
-            out_dtype=self.out_dtype,
-        )
+        return add_rms_norm(input, residual, **self._given())
 
 
 class _Norm2d(nn.Module):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numerics import covering
 
 import fused_layernorm as fl
-from fused_layernorm import ada_layer_norm, add_layer_norm, calls, layer_norm
+from fused_layernorm import ada_layer_norm, add_layer_norm, calls, layer_norm, stock
 from fused_layernorm.compile import rules
 from fused_layernorm.ops import arguments
 from fused_layernorm.ops.operators import describe
@@ -455,6 +455,17 @@ def test_more_rows_or_columns_than_the_kernels_index_on_cuda(needs_memory):
     for tensor, shape, what in ((x, (1,), "rows"), (x.T, (2**31,), "columns")):
         with pytest.raises(RuntimeError, match=f"at most 2147483647 {what}, got 2147483648"):
             layer_norm(tensor, normalized_shape=shape)
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "group_norm"])
+def test_what_pytorchs_function_refuses_is_not_tried_again(name, monkeypatch):
+    monkeypatch.setattr(stock, "_cpu_operators", False)
+    for module in (calls, sys.modules["fused_layernorm.functional"]):
+        monkeypatch.setattr(module, "run", None)
+    monkeypatch.setattr(calls, "call", None)
+    with pytest.raises(RuntimeError, match="expected weight of shape"):
+        call_of(name, {"weight": ((3,), F32)}, "cpu")()
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -36,10 +37,10 @@ def after_import(name: str, register: Callable[[], None], failure: str) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Gives the modules that are waited for a loader that says when they have been imported.
+    """Lets the loaders of modules that are waited for say when they have run a module's code.
 
     To be asked for a module is not yet to import it (importlib.util.find_spec asks, too, and an
-    import may fail), so a function waits until its module's code has run.
+    import may fail).
     """
 
     def __init__(self) -> None:
@@ -57,30 +58,14 @@ class _Finder(MetaPathFinder):
             spec = importlib.util.find_spec(fullname)
         finally:
             self._asking.discard(asked)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Telling(spec.loader, self)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            loader.exec_module = functools.partial(self._run, loader.exec_module)
         return spec
 
-
-class _Telling(Loader):
-    """A module's own loader, which calls what waits for the module after it has run its code."""
-
-    def __init__(self, loader: Loader, finder: _Finder) -> None:
-        self._loader = loader
-        self._finder = finder
-
-    def __getattr__(self, name: str) -> Any:  # such as get_code, by which runpy runs a module
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        for then in self._finder.waiting.pop(module.__name__, ()):
+    def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
+        exec_module(module)
+        for then in self.waiting.pop(module.__name__, ()):
             then()
 
 

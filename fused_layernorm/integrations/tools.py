@@ -37,22 +37,20 @@ class _Quantized:
         return module if computes_more else self.of_pytorch.from_float(module, **options)
 
 
-def _same(entry: Any) -> Any:
-    return entry
-
-
-_QUANTIZATION = "torch.ao.quantization.quantization_mappings"
 # By module: the name of its table, and what becomes of an entry for PyTorch's class.
 _TABLES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "ptflops.pytorch_ops": ("MODULES_MAPPING", _same),
-    "thop.profile": ("register_hooks", _same),
-    _QUANTIZATION: ("DEFAULT_STATIC_QUANT_MODULE_MAPPINGS", _Quantized),
+    "ptflops.pytorch_ops": ("MODULES_MAPPING", lambda entry: entry),
+    "thop.profile": ("register_hooks", lambda entry: entry),
+    "torch.ao.quantization.quantization_mappings": (
+        "DEFAULT_STATIC_QUANT_MODULE_MAPPINGS",
+        _Quantized,
+    ),
 }
 
 
 def _enter(tool: str, stock: type[nn.Module], ours: type[nn.Module]) -> None:
     name, entry = _TABLES[tool]
-    table: Any = getattr(sys.modules[tool], name)
+    table: Any = getattr(sys.modules.get(tool), name, ())  # a tool may be imported later
     if stock in table:
         table.setdefault(ours, entry(table[stock]))
 
@@ -65,9 +63,8 @@ def _fill(tool: str) -> None:
 
 def _tell_of(stock: type[nn.Module], ours: type[nn.Module]) -> None:
     """Enters a class that is made after a tool has been imported."""
-    for tool, (name, _) in _TABLES.items():
-        if hasattr(sys.modules.get(tool), name):
-            _enter(tool, stock, ours)
+    for tool in _TABLES:
+        _enter(tool, stock, ours)
 
 
 # ---- fvcore.

@@ -78,6 +78,42 @@ def shape_error(name: str, expected: str, tensor: Tensor) -> RuntimeError:
     return RuntimeError(f"expected {name} {expected}, got shape {list(tensor.shape)}")
 
 
+def beside(*dtypes: torch.dtype) -> list[torch.dtype]:
+    """The dtypes of parameters that go with inputs of these: the same, and float32 with half."""
+    with_half = [torch.float32] if any(dtype in HALF for dtype in dtypes) else []
+    return [*dict.fromkeys((*dtypes, *with_half))]
+
+
+def check_parameters(
+    call: Any, names: Iterable[str], misfit: Callable[[str, Tensor], str | None]
+) -> None:
+    """Raises if a parameter of a call is not dense, or on another device, or of a dtype that does
+    not go with input (and residual), or of another shape: `misfit` says which is expected."""
+    input, residual = call.input, call.residual
+    dtypes = [input.dtype] if residual is None else [input.dtype, residual.dtype]
+    allowed = beside(*dtypes)
+    for name in names:
+        parameter = getattr(call, name)
+        if parameter is None:
+            continue
+        check_tensor(name, parameter)
+        check_device(name, parameter, "input", input)
+        if (expected := misfit(name, parameter)) is not None:
+            raise shape_error(name, expected, parameter)
+        if parameter.dtype not in allowed:
+            given = "input" if residual is None else "input and residual"
+            raise dtype_error(name, parameter, allowed, given, dtypes)
+    weight, bias = call.weight, call.bias
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+        raise RuntimeError(
+            "expected weight and bias of one dtype, got "
+            f"{name_of(weight.dtype)} and {name_of(bias.dtype)}"
+        )
+    check_number("eps", call.eps)
+    if call.eps != call.eps:  # NaN, of a float that Dynamo may trace
+        raise ValueError("expected eps to be a number, got nan")
+
+
 Dtypes = Sequence[torch.dtype]
 
 
@@ -219,31 +255,17 @@ def check_statistic(statistic: Any, weight_offset: Any, weight: Tensor | None) -
             raise ValueError(f"expected a weight beside weight_offset {weight_offset}, got none")
 
 
-def check_common(weight: Tensor | None, bias: Tensor | None, eps: Any) -> None:
-    """Raises if weight and bias, or eps, are not what every norm takes."""
-    if weight is not None and bias is not None and weight.dtype != bias.dtype:
-        raise RuntimeError(
-            "expected weight and bias of one dtype, got "
-            f"{name_of(weight.dtype)} and {name_of(bias.dtype)}"
-        )
-    check_number("eps", eps)
-    if eps != eps:  # NaN, of a float that Dynamo may trace
-        raise ValueError("expected eps to be a number, got nan")
-
-
 def check(a: Any) -> None:
     """Raises if an operator cannot take these arguments; otherwise returns nothing."""
     input, residual = a.input, a.residual
     weight, bias, ndim = a.weight, a.bias, a.normalized_ndim
     check_tensor("input", input)
-    x_dtypes = [input.dtype]
     if residual is not None or a.gate is not None:
         check_tensor("residual", residual)
     if residual is not None:
         check_device("residual", residual, "input", input)
         if residual.shape != input.shape:
             raise shape_error("residual", f"of the shape of input, {list(input.shape)}", residual)
-        x_dtypes.append(residual.dtype)
     if ndim < 1:
         raise RuntimeError(f"expected at least one dimension to normalize over, got {ndim}")
     if ndim > input.dim():
@@ -255,27 +277,16 @@ def check(a: Any) -> None:
             f"{shown}, got input of shape {list(input.shape)}"
         )
 
-    shape = a.normalized_shape
-    allowed = list(dict.fromkeys(x_dtypes))
-    if torch.float32 not in allowed and any(dtype in HALF for dtype in allowed):
-        allowed.append(torch.float32)
-    for name in ("gate", "shift", "scale", "weight", "bias"):
-        parameter = getattr(a, name)
-        if parameter is None:
-            continue
-        check_tensor(name, parameter)
-        check_device(name, parameter, "input", input)
+    shape = input.shape[input.dim() - ndim :]
+
+    def misfit(name: str, parameter: Tensor) -> str | None:
         if name in ("weight", "bias"):
-            if parameter.shape != shape:
-                expected = f"of shape {list(shape)}, the last dimensions of input"
-                raise shape_error(name, expected, parameter)
-        elif not broadcasts(parameter, input):
-            expected = f"that broadcasts to the shape of input, {list(input.shape)}"
-            raise shape_error(name, expected, parameter)
-        if parameter.dtype not in allowed:
-            beside = "input" if residual is None else "input and residual"
-            raise dtype_error(name, parameter, allowed, beside, x_dtypes)
-    check_common(weight, bias, a.eps)
+            fits, expected = parameter.shape == shape, "of shape {}, the last dimensions of input"
+            return None if fits else expected.format(list(shape))
+        fits = broadcasts(parameter, input)
+        return None if fits else f"that broadcasts to the shape of input, {list(input.shape)}"
+
+    check_parameters(a, ("gate", "shift", "scale", "weight", "bias"), misfit)
     check_options(a.activation, a.output_scale, a.out_dtype)
     check_statistic(a.statistic, a.weight_offset, weight)
 

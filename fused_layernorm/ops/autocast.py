@@ -11,10 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .arguments import HALF
-from .operators import Arguments
 
 # PyTorch's autocast runs rms_norm in float32 from this release on; before, it does not change it.
 RMS_NORM_IN_FLOAT32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
@@ -25,23 +23,17 @@ for _name in KEYS[1:]:
     KEYSET = KEYSET | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name))
 
 
-def _float(parameter: Tensor | None) -> Tensor | None:
-    return parameter if parameter is None or parameter.dtype not in HALF else parameter.float()
-
-
-def under_autocast(a: Arguments) -> Arguments:
-    """The arguments as autocast makes them."""
-    out_dtype = a.out_dtype
-    to_float = not a.is_rms or RMS_NORM_IN_FLOAT32
-    if out_dtype is None and to_float and not a.input.is_cpu and a.input.dtype in HALF:
-        out_dtype = torch.float32
-    dtypes = [parameter.dtype for parameter in (a.weight, a.bias) if parameter is not None]
-    weight, bias = a.weight, a.bias
-    if any(dtype in HALF and dtype != a.input.dtype for dtype in dtypes) or len(set(dtypes)) == 2:
-        weight, bias = _float(weight), _float(bias)
-    gate, shift, scale = (
-        tensor if tensor is None or tensor.dtype == a.input.dtype else _float(tensor)
-        for tensor in (a.gate, a.shift, a.scale)
-    )
-    modulation: Any = {"gate": gate, "shift": shift, "scale": scale}
-    return a._replace(weight=weight, bias=bias, out_dtype=out_dtype, **modulation)
+def under_autocast(a: Any) -> Any:
+    """A call of any family as autocast makes it."""
+    dtype, changes = a.input.dtype, {}
+    in_float32 = not a.is_rms or RMS_NORM_IN_FLOAT32
+    if in_float32 and a.out_dtype is None and not a.input.is_cpu and dtype in HALF:
+        changes["out_dtype"] = torch.float32
+    names = ("shift", "scale") if "gate_first" in a._fields else ("gate", "shift", "scale")
+    cast = {n: t for n in names if (t := getattr(a, n)) is not None and t.dtype != dtype}
+    parameters = {n: p for n in ("weight", "bias") if (p := getattr(a, n)) is not None}
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    if len(dtypes) == 2 or any(one in HALF and one != dtype for one in dtypes):
+        cast |= parameters
+    halves = {name: tensor.float() for name, tensor in cast.items() if tensor.dtype in HALF}
+    return a._replace(**changes, **halves)

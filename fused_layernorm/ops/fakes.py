@@ -48,14 +48,14 @@ def fake_backward(
 
     def implementation(*args: Any) -> tuple[Tensor, ...]:
         b = complete(Call(*args))
-        names = [name.removeprefix("needs_d") for name in Call._fields if name[:7] == "needs_d"]
-        wanted = [name for name, needed in zip(names, b.needs, strict=True) if needed]
+        tensors = {name: getattr(b, name) for name in b.wanted}
+        in_order = keeps_order or b.keeps_order
         return results(
             b,
             {
-                name: like(t, t.dtype, name == "x" and (keeps_order or b.keeps_order))
-                for name in wanted
-                if (t := getattr(b, name)) is not None
+                name: like(t, t.dtype, name == "x" and in_order)
+                for name, t in tensors.items()
+                if t is not None
             },
         )
 

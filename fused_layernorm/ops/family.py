@@ -31,7 +31,6 @@ from .autograd import (
 )
 from .fakes import fake, fake_backward
 from .formulas import acc_dtype, complete, laid_out, results
-from .operators import describe
 from .vmap import vmap_of
 
 Outputs = tuple[Tensor, ...]
@@ -128,8 +127,7 @@ def gradients(
 
     def implementation(*args: Any) -> Outputs:
         b = complete(Call(*args))
-        pairs = zip(Call._fields, b, strict=True)
-        wanted = [n.removeprefix("needs_d") for n, needed in pairs if n[:7] == "needs_d" and needed]
+        wanted = b.wanted
         if not wanted:
             return results(b, {})
         count, once = 1 if b.dresidual is None else 2, formulas.is_once()
@@ -215,11 +213,7 @@ class Forward(Function):
             tensors["weight"] = tensors["x"].new_empty(shape, dtype=dtype)
         is_gated = "needs_dinput" in Call._fields
         needs["x"] = needs.get("residual") or (needs["input"] and not is_gated)
-        flags = {
-            name: needs[name.removeprefix("needs_d")]
-            for name in Call._fields
-            if name.startswith("needs_d")
-        }
+        flags = {f"needs_d{name}": needs[name] for name in Call.differentiated}
         gradients: dict[str, Any] = {}
         if dy is None:  # only residual_out was used: its gradient bypasses the norm
             gradients["x"] = dresidual
@@ -291,22 +285,13 @@ def _autograd(family: Family, operator: OpOverload) -> Callable[..., Any]:
 
 # ---- Autocast.
 
-_CAST = ("shift", "scale", "weight", "bias")  # and a gate that is summed
-
 
 def under_autocast(family: Family, operator: OpOverload) -> Callable[..., Any]:
     """An operator's implementation for the Autocast keys, which calls the operator again."""
 
     def implementation(*args: Any) -> Any:
-        a = family.Call(*args)
-        gate = ["gate"] if family.gated_backward is not None else []
-        named = {name: getattr(a, name) for name in (*_CAST, *gate)}
-        given: Any = {name: one for name, one in named.items() if isinstance(one, Tensor)}
-        norm = describe(a.input, out_dtype=a.out_dtype, statistic=a.statistic, **given)
         with torch._C._ExcludeDispatchKeyGuard(autocast.KEYSET):
-            of = autocast.under_autocast(norm)
-            cast = {name: getattr(of, name) for name in given}
-            return operator(*a._replace(out_dtype=of.out_dtype, **cast))
+            return operator(*autocast.under_autocast(family.Call(*args)))
 
     return implementation
 

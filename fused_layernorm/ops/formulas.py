@@ -238,7 +238,6 @@ def missing_dtype(b: Any) -> torch.dtype:
 
 def results(b: Any, found: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """What a backward operator gives: the gradients that are needed, and else empty tensors."""
-    names = [name.removeprefix("needs_d") for name in b._fields if name.startswith("needs_d")]
     x = b[0] if "x" not in b._fields else b.x
 
     def dtype_of(name: str) -> torch.dtype:
@@ -248,5 +247,5 @@ def results(b: Any, found: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
     return tuple(
         found[name].to(dtype_of(name)) if name in found else x.new_empty(0, dtype=dtype_of(name))
-        for name in names
+        for name in b.differentiated
     )

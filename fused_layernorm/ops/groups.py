@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from . import arguments, formulas, load
-from .arguments import HALF
 from .family import Family, gradients, implement_backward, implement_forward
 from .formulas import acc_dtype, affine, to
 
@@ -101,25 +100,17 @@ def check(a: Any) -> None:
         raise RuntimeError(
             f"expected num_groups that divides the {channels} channels of input, got {a.num_groups}"
         )
-    allowed = (input.dtype, torch.float32) if input.dtype in HALF else (input.dtype,)
-    for name, parameter in zip(a._fields[2:6], a[2:6], strict=True):
-        if parameter is None:
-            continue
-        arguments.check_tensor(name, parameter)
-        arguments.check_device(name, parameter, "input", input)
+
+    def misfit(name: str, parameter: Tensor) -> str | None:
         if name in ("weight", "bias"):
-            if parameter.shape != (channels,):
-                expected = f"of shape {[channels]}, a number for each channel of input"
-                raise arguments.shape_error(name, expected, parameter)
-        elif parameter.shape[:2] != input.shape[:2] or any(n != 1 for n in parameter.shape[2:]):
-            expected = (
-                f"of shape {list(input.shape[:2])}, a number for each channel of each sample, "
-                "which sizes of 1 may follow"
-            )
-            raise arguments.shape_error(name, expected, parameter)
-        if parameter.dtype not in allowed:
-            raise arguments.dtype_error(name, parameter, allowed, "input", [input.dtype])
-    arguments.check_common(a.weight, a.bias, a.eps)
+            fits = parameter.shape == (channels,)
+            return None if fits else f"of shape {[channels]}, a number for each channel of input"
+        if parameter.shape[:2] == input.shape[:2] and all(n == 1 for n in parameter.shape[2:]):
+            return None
+        of_samples = f"of shape {list(input.shape[:2])}, a number for each channel of each sample"
+        return f"{of_samples}, which sizes of 1 may follow"
+
+    arguments.check_parameters(a, ("shift", "scale", "weight", "bias"), misfit)
     arguments.check_options(a.activation, a.output_scale, a.out_dtype, ACTIVATIONS)
 
 

@@ -131,17 +131,16 @@ def fields_of(operator: torch._ops.OpOverload) -> list[str]:
 def call_of(operator: torch._ops.OpOverload) -> Any:
     """The class of an operator's calls: a named tuple of the arguments of its schema, and a Record.
 
-    A backward operator's calls have `differentiated`, the tensors whose gradients it gives, in the
-    order of its results, and `needs`, the flags needs_d... that say whether each is asked for.
+    `differentiated` names the tensors whose gradients a backward operator gives, in the order of
+    its results, and `wanted` those that a call asks for by its flags needs_d....
     """
     fields, arguments = fields_of(operator), operator._schema.arguments
     defaults = [a.default_value for a in arguments if a.has_default_value()]
     call: Any = namedtuple(operator._opname, fields, defaults=defaults)  # type: ignore[misc]
-    flags = [name for name in fields if name.startswith("needs_d")]
-    names = [flag.removeprefix("needs_d") for flag in flags]
     members = {name: value for name, value in vars(Record).items() if name[:2] != "__"}
-    members["differentiated"] = property(lambda self: tuple(getattr(self, n) for n in names))
-    members["needs"] = property(lambda self: tuple(getattr(self, flag) for flag in flags))
+    names = tuple(name.removeprefix("needs_d") for name in fields if name.startswith("needs_d"))
+    members["differentiated"] = names
+    members["wanted"] = property(lambda self: [n for n in names if getattr(self, f"needs_d{n}")])
     # Not as a base class: Dynamo knows a named tuple by its bases.
     for name in members.keys() - {*fields}:
         setattr(call, name, members[name])

@@ -46,7 +46,8 @@ def vmap_of(
 ) -> Callable[..., Any]:
     """The rule of an operator. formula: the same of parameters that broadcast; with `always` it
     takes every call."""
-    Call, is_backward = load.call_of(operator), "needs_d" in str(operator._schema)
+    Call = load.call_of(operator)
+    is_backward = bool(Call.differentiated)
     broadcast = (*_SHARED, "shift", "scale", *(["gate"] if family.gated_backward else []))
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -58,10 +59,7 @@ def vmap_of(
         of_samples = (
             always
             or ndim <= family.least_ndim
-            or any(
-                getattr(dims, name) is not None or getattr(a, f"needs_d{name}", False)
-                for name in _SHARED
-            )
+            or any(getattr(dims, name) is not None or name in a.wanted for name in _SHARED)
         )
         if of_samples and not is_backward:
             pairs = zip(args, in_dims, strict=True)
@@ -105,8 +103,7 @@ def vmap_of(
 
         if isinstance(found, Tensor):
             return at_front(found), 0
-        names = [n.removeprefix("needs_d") for n in Call._fields if n[:7] == "needs_d"]
-        given = zip(found, names if is_backward else [None] * len(found), strict=True)
+        given = zip(found, Call.differentiated or [None] * len(found), strict=True)
         return tuple(at_front(*one) for one in given), (0,) * len(found)
 
     return rule
