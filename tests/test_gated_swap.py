@@ -17,7 +17,6 @@ from tiny_transformers import SMALL, tokens
 from torch import nn
 
 from fused_layernorm import swap_norms
-from fused_layernorm.compile import rules
 from fused_layernorm.swap import table
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -151,9 +150,3 @@ def test_swapped_norms_under_plain_compile():
         assert found == ["aten_rms_norm_gated"]
         torch.testing.assert_close(y, new(x, gate), rtol=1e-5, atol=1e-6)
         assert torch.autograd.grad(y.sum(), (x, gate))
-
-
-def test_the_rules_know_gated_norms():
-    for cols in (128, 8192, None):
-        problem = rules.Problem(rules.Fusion.GATED, cols, False)
-        assert rules.choose(problem).choice is rules.Choice.INDUCTOR
