@@ -53,6 +53,19 @@ README_ROWS = (
     ("GroupNorm and SiLU of SDXL, NHWC", (2, 320, 128, 128), "bf16", "group_silu_nhwc_"),
     ("modulated LayerNorm of DiT-XL/2", (64, 256, 1152), "bf16", "ada_"),
 )
+# Around the table of all operators: a heading, what its numbers are, and how they were taken.
+GLANCE = (
+    "## At a glance",
+    f"Tensors of {SMALLEST >> 20} MB and more: the median of the cases, and in brackets the "
+    "least. *Of copy speed* is the least number of bytes that the operator must move, over "
+    "its time, as a share of what an elementwise copy of the same tensor reaches in the same "
+    "run. A peer stands where it was timed.",
+    "All times are device times in microseconds unless a table says otherwise: the median over "
+    "replays of a CUDA graph that works through distinct random inputs, which together are "
+    "larger than the L2 cache. This page is made by `python -m benchmarks.report --write`; "
+    "without `--write` it says whether the results are of the checkout's csrc/. "
+    "[CONTRIBUTING](contributing.md) says how to measure.",
+)
 # The models whose steps the README shows: part of a name, the mode, and what the sentence above the
 # table calls it, if it is there.
 README_STEPS = (
@@ -76,16 +89,12 @@ OTHERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN"
 def table(header: list[str], rows: Iterable[list[str]], left: int) -> str:
     """A Markdown table whose first `left` columns are text and the others numbers."""
     rule = "|".join("-" if i < left else "-:" for i in range(len(header)))
-    lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
-    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+    first, *lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
+    return "\n".join([first, f"|{rule}|", *lines])
 
 
-def bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def code(text: str) -> str:
-    return f"```\n{text}\n```"
+def bullets(head: str, lines: list[str] | None) -> list[str]:
+    return [f"{head}:", "\n".join(f"- {line}" for line in lines)] if lines else []
 
 
 def title(op: str) -> str:
@@ -98,12 +107,25 @@ def us(value: float | None) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def times(other: float | None, ours: float | None, digits: int = 2) -> str:
-    return "-" if other is None or ours is None else f"{other / ours:.{digits}f}x"
+def times(row: Row, key: str, digits: int = 2) -> str:
+    """How many times as long as ours another takes."""
+    return "-" if row.get(key) is None else f"{row[key] / row['ours_us']:.{digits}f}x"
 
 
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f}%"
+
+
+def cell(row: Row | None, keys: Iterable[str], form: Callable[[float], str], digits: int) -> str:
+    """A time, its share of copy speed, and how many times as long others take."""
+    if row is None or "ours_us" not in row:
+        return "-"
+    others = (times(row, key, digits) for key in keys)
+    return ", ".join([form(row["ours_us"]), percent(share(row)), *others])
+
+
+def code(*texts: str) -> str:
+    return "```\n{}\n```".format("\n\n".join(texts))
 
 
 def extents(shape: Iterable[int]) -> str:
@@ -175,22 +197,16 @@ def norms_table(report: Report) -> list[str]:
     body: list[list[str]] = []
     for what, shape, dtype, op in README_ROWS:
         size = extents(shape)
-        rows = [found.get((f"{op}{way}", size, SHORT_NAMES[dtype]), {}) for way in WAYS]
-        if any("ours_us" in row for row in rows):
-            body.append([what, f"{size} {dtype}", *map(readme_cell, rows)])
+        rows = [found.get((f"{op}{way}", size, SHORT_NAMES[dtype])) for way in WAYS]
+        cells = [cell(row, ("eager_us", "compile_us"), "{:.0f} us".format, 1) for row in rows]
+        if any(one != "-" for one in cells):
+            body.append([what, f"{size} {dtype}", *cells])
     return [
         "Each cell: the time on the GPU, its share of the speed of copying such a tensor, and how "
         "many times faster that is than eager PyTorch and than `torch.compile`.",
         table(["", "tensor", *WAYS], body, left=2),
         of_card(report, report),
     ]
-
-
-def readme_cell(row: Row) -> str:
-    if "ours_us" not in row:
-        return "-"
-    others = (times(row.get(key), row["ours_us"], 1) for key in ("eager_us", "compile_us"))
-    return ", ".join((f"{row['ours_us']:.0f} us", percent(share(row)), *others))
 
 
 def steps_of(report: Report) -> list[tuple[str, dict[str, Row]]]:
@@ -207,40 +223,36 @@ def steps_of(report: Report) -> list[tuple[str, dict[str, Row]]]:
     return found
 
 
-def in_a_sentence(steps: list[tuple[str, dict[str, Row]]]) -> str:
-    """How many times as fast some steps are when swapped."""
+def steps_table(steps: list[tuple[str, dict[str, Row]]]) -> list[str]:
+    """Each variant's speed and peak memory, side by side; the fastest of a step is set in bold."""
     said = [f"{words} {rows['swap_neighbours']['times']:.1f}x"
             for part, mode, words in README_STEPS if words for name, rows in steps
             if part.lower() in name.lower() and name.endswith(mode) and "swap_neighbours" in rows
             ]  # fmt: skip
-    head = "Times as fast as stock PyTorch in eager mode, by one line with `neighbours=True`:"
-    return f"{head} **{', '.join(said)}**.\n\n" if said else ""
-
-
-def steps_table(steps: list[tuple[str, dict[str, Row]]]) -> list[str]:
-    """Each variant's speed and peak memory, side by side; the fastest of a step is set in bold."""
     shown = [variant for variant, *_ in plot.BARS if any(variant in rows for _, rows in steps)]
     body = []
     for name, rows in steps:
         fastest = min(rows[variant]["wall_ms"] for variant in shown if variant in rows)
-        bold = {variant: "**" * (row["wall_ms"] == fastest) for variant, row in rows.items()}
-        body.append([name, *(f"{bold[variant]}{step_cell(rows[variant])}{bold[variant]}"
-                             if variant in rows else "-" for variant in shown)])  # fmt: skip
+        cells = {variant: step_cell(row, fastest) for variant, row in rows.items()}
+        body.append([name, *(cells.get(variant, "-") for variant in shown)])
     memory = any("peak_gib" in row for _, rows in steps for row in rows.values())
     return [
-        in_a_sentence(steps) + "Each cell: how many times as fast a step is as the stock model's, "
+        *(["Times as fast as stock PyTorch in eager mode, by one line with `neighbours=True`: "
+           f"**{', '.join(said)}**."] if said else []),
+        "Each cell: how many times as fast a step is as the stock model's, "
         "and what it works through in a second, or its wall time"
         + (", and in brackets the most memory that it took" if memory else "")
         + ". All variants of a model were measured in one run.",
         table(["", *(TITLES[variant] for variant in shown)], body, left=1),
-    ]
+    ]  # fmt: skip
 
 
-def step_cell(row: Row) -> str:
+def step_cell(row: Row, fastest: float) -> str:
     count, unit = units_of(row["model"])
     said = f"{count / row['wall_ms'] * 1e3:,.0f} {unit}/s" if unit else f"{row['wall_ms']:.1f} ms"
     said = said if row["variant"] == "eager" else f"{row['times']:.2f}x, {said}"
-    return f"{said} ({row['peak_gib']:.1f} GiB)" if "peak_gib" in row else said
+    said = f"{said} ({row['peak_gib']:.1f} GiB)" if "peak_gib" in row else said
+    return f"**{said}**" if row["wall_ms"] == fastest else said
 
 
 def frameworks_blocks(report: Report) -> dict[str, str]:
@@ -256,12 +268,6 @@ def frameworks_blocks(report: Report) -> dict[str, str]:
         return {"liger": NO_RESULTS}
     lines = table(["", *(TITLES[variant] for variant in shown)], body, left=1)
     return {"liger": f"{lines}\n\n{of_card(report, report['models'])}"}
-
-
-def with_blocks(report: Report) -> dict[Path, str]:
-    """The documents that have blocks, as they should be."""
-    blocks = {README: readme_blocks(report), FRAMEWORKS: frameworks_blocks(report)}
-    return {path: filled(path.read_text(), made) for path, made in blocks.items()}
 
 
 def filled(text: str, blocks: dict[str, str]) -> str:
@@ -298,8 +304,7 @@ def measured(report: Report, left_out: list[str]) -> list[str]:
         ["`csrc_sha256`", report["csrc_sha256"][:16]],
     ]
     blocks = ["# Benchmarks", table(["", report["device"]], body, left=2)]
-    for what, found in (("Not measured", said), ("Left out", left_out)):
-        blocks += [f"{what}:", bullets(found)] if found else []
+    blocks += bullets("Not measured", said) + bullets("Left out", left_out)
     return blocks
 
 
@@ -319,28 +324,16 @@ def at_a_glance(report: Report) -> list[str]:
         shares = [part for row in rows if (part := share(row)) is not None]
         faster = []
         for key in other_keys(rows):
-            ratios = [row[key] / row["ours_us"] for row in rows
-                      if row.get(key) and "ours_us" in row]  # fmt: skip
-            if ratios:
+            timed = [row for row in rows if row.get(key) and "ours_us" in row]
+            if ratios := [row[key] / row["ours_us"] for row in timed]:
                 name = OTHERS[key.removesuffix("_us")]
                 faster.append(f"{name} {statistics.median(ratios):.1f}x ({min(ratios):.1f}x)")
         if shares:
             said = f"{percent(statistics.median(shares))} ({percent(min(shares))})"
             body.append([title(op), str(len(shares)), said, ", ".join(faster)])
-    return [
-        "## At a glance",
-        f"Tensors of {SMALLEST >> 20} MB and more: the median of the cases, and in brackets the "
-        "least. *Of copy speed* is the least number of bytes that the operator must move, over "
-        "its time, as a share of what an elementwise copy of the same tensor reaches in the same "
-        "run. A peer stands where it was timed.",
-        table(["operator", "cases", "of copy speed", "times faster than"], body, left=1),
-        f"![Every case]({plot.path_of(report).relative_to(plot.STEPS.parent).as_posix()})",
-        "All times are device times in microseconds unless a table says otherwise: the median over "
-        "replays of a CUDA graph that works through distinct random inputs, which together are "
-        "larger than the L2 cache. This page is made by `python -m benchmarks.report --write`; "
-        "without `--write` it says whether the results are of the checkout's csrc/. "
-        "[CONTRIBUTING](contributing.md) says how to measure.",
-    ]
+    picture = plot.path_of(report).relative_to(plot.STEPS.parent).as_posix()
+    shown = table(["operator", "cases", "of copy speed", "times faster than"], body, left=1)
+    return [*GLANCE[:2], shown, f"![Every case]({picture})", GLANCE[2]]
 
 
 def falls_short(report: Report) -> list[str]:
@@ -357,9 +350,8 @@ def falls_short(report: Report) -> list[str]:
             slow.append(((rare, part), [*name, percent(part)]))
         for key in other_keys([row]):
             if row.get(key) is not None and row[key] < row["ours_us"]:
-                ratio = row[key] / row["ours_us"]
                 line = [*name, key.removesuffix("_us"), us(row["ours_us"]), us(row[key])]
-                beaten.append(((rare, ratio), [*line, f"{ratio:.2f}x"]))
+                beaten.append(((rare, row[key] / row["ours_us"]), [*line, times(row, key)]))
 
     def listed(more: list[str], found: list[Any]) -> list[str]:
         if not found:
@@ -383,9 +375,9 @@ def falls_short(report: Report) -> list[str]:
 
 def swept(sweep: dict[str, Any], other: str, sweeps: int = 1) -> list[str]:
     """How many points of a sweep, one of `sweeps`, are slower than `other`, and the least gains."""
-    pairs = [(row, row["ours_us"], row[f"{other}_us"]) for row in sweep["worst"][: SWEPT // sweeps]]
-    body = [[title(row["op"]), *named(row), us(ours), us(its), times(its, ours)]
-            for row, ours, its in pairs]  # fmt: skip
+    its = f"{other}_us"
+    body = [[title(row["op"]), *named(row), us(row["ours_us"]), us(row[its]), times(row, its)]
+            for row in sweep["worst"][: SWEPT // sweeps]]  # fmt: skip
     return [
         f"Of {sweep['points']:,} shapes timed against {OTHERS[other]}, forward and backward, "
         f"{sweep['slower'] or 'none'} {'are' if sweep['slower'] > 1 else 'is'} slower "
@@ -404,20 +396,12 @@ def cases(report: Report) -> list[str]:
             of_case[row["op"].removeprefix(family)] = row
     blocks = ["## Every case", "Each cell: microseconds, of copy speed, times faster than."]
     for family, found in families.items():
-        names = other_keys(row for rows in found.values() for row in rows.values())
-
-        def cell(row: Row | None, names: list[str] = names) -> str:
-            if row is None:
-                return "-"
-            others = (times(row.get(name), row["ours_us"]) for name in names)
-            return ", ".join([us(row["ours_us"]), percent(share(row)), *others])
-
-        body = [
-            [*name, us(next(iter(rows.values())).get("copy_us")), *map(cell, map(rows.get, WAYS))]
-            for name, rows in found.items()
-        ]
+        keys = other_keys(row for rows in found.values() for row in rows.values())
+        body = [[*name, us(next(iter(rows.values())).get("copy_us")),
+                 *(cell(rows.get(way), keys, us, 2) for way in WAYS)]
+                for name, rows in found.items()]  # fmt: skip
         modulated = family_of(f"{family}forward").layout == SAMPLES
-        what = ", ".join(["us", "of copy", *(f"x {name[:-3]}" for name in names)])
+        what = ", ".join(["us", "of copy", *(f"x {key[:-3]}" for key in keys)])
         header = ["samples x tokens x columns" if modulated else "rows x columns", "dtype", "copy"]
         header += [f"{way}: {what}" for way in WAYS]
         heading = title(f"{family}forward").removesuffix(", forward")
@@ -433,7 +417,7 @@ def host(report: Report) -> list[str]:
     steps = report.get("training_step")
     texts = [overhead_text(report["call_overhead"]), *([steps_text(steps)] if steps else [])]
     day = on_day(report["overhead_stamp"])
-    return ["## Host time", f"{said} ({day}):", code("\n\n".join(texts))]
+    return ["## Host time", f"{said} ({day}):", code(*texts)]
 
 
 def models(report: Report) -> list[str]:
@@ -451,14 +435,13 @@ def models(report: Report) -> list[str]:
             line.append(us(value) + (f" ({value / of:.2f})" if value is not None and of else ""))
         body.append([*line, str(row.get("kernels", "-"))])
     header = ["model", "mode", "variant", "wall", "device", "of it norms", "GiB", "kernels"]
-    said = part.get("skipped")
     return [
         "## Whole models",
         "Milliseconds a step, in brackets as a ratio to the stock model in eager mode: the wall "
         "time, which on a shared host says little, the time of all kernels on the device, and the "
         f"most memory that a step took ({on_day(part)}).",
         table(header, body, left=3),
-        *(["Left out:", bullets(said)] if said else []),
+        *bullets("Left out", part.get("skipped")),
     ]
 
 
@@ -522,7 +505,9 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{report.get('device')}: of {'this' if same else 'ANOTHER'} state of csrc")
         print(page(report, left_out), end="")
         return
-    texts = {**with_blocks(report), PAGE: page(report, left_out)}
+    blocks = {README: readme_blocks(report), FRAMEWORKS: frameworks_blocks(report)}
+    texts = {path: filled(path.read_text(), made) for path, made in blocks.items()}
+    texts[PAGE] = page(report, left_out)
     drawn = pictures(report)
     if arguments.check:
         if found := outdated(texts, drawn):

@@ -17,16 +17,23 @@ B, S, D = 2, 5, 24
 N, C, H, W, G = 2, 12, 4, 6, 3  # of images, and the groups of their channels
 
 
-def run(function, *args, then="eager", dynamic=None):
-    """(the function's result through the pass, the pass's rows, the captured graphs)."""
-    rows, graphs = [], []
+def passing(then="eager", behind=None):
+    """(a backend that runs the pass, and perhaps another behind it, its rows, its graphs)."""
+    rows: list[graph_pass.Row] = []
+    graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph_module, example_inputs):
         rows.extend(graph_pass.run(graph_module, graph_pass.Settings(then == "inductor")))
         graph_module.graph.lint()
         graphs.append(graph_module)
-        return graph_module.forward
+        return behind(graph_module, example_inputs) if behind else graph_module.forward
 
+    return backend, rows, graphs
+
+
+def run(function, *args, then="eager", dynamic=None):
+    """(the function's result through the pass, the pass's rows, the captured graphs)."""
+    backend, rows, graphs = passing(then)
     compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
     return compiled(*args), rows, graphs
 

@@ -50,6 +50,11 @@ def swapped(module, swap=swap_norms):
     return model[0]
 
 
+def beside(module):
+    """A copy, swapped with the neighbours of its norms."""
+    return swap_norms(copy.deepcopy(module), neighbours=True)
+
+
 def digest(cls):
     """That of the source of a class's forward, None if it cannot be read."""
     found = source.read(cls)

@@ -14,6 +14,7 @@ import pytest
 import tiny_diffusers
 import torch
 import torch.nn.functional as F
+from captured import passing
 from compiling import EAGER, afresh, assert_same, everywhere, recording  # noqa: F401
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import fused_layernorm
 from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, FusedRMSNorm
 from fused_layernorm.compile import backend as ways
-from fused_layernorm.compile import choice, graph_pass, rules
-from fused_layernorm.compile.rules import Choice, Fusion, Problem, choose
+from fused_layernorm.compile import choice, rules
+from fused_layernorm.compile.rules import Choice, Problem, choose
 from fused_layernorm.ops.aten_forward import VARIANTS
 from fused_layernorm.ops.operators import ADD_ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
 
@@ -435,15 +436,7 @@ def test_dtensor(mesh):
         return [t.full_tensor() for t in (y, h, *gradients)]
 
     for with_inductor in (False, True):
-        settings = graph_pass.Settings(with_inductor)
-        rows: list[graph_pass.Row] = []
-
-        def backend(graph_module, example_inputs, settings=settings, rows=rows):
-            rows.extend(graph_pass.run(graph_module, settings))
-            if settings.with_inductor:
-                return aot_eager(graph_module, example_inputs)
-            return graph_module.forward
-
+        backend, rows, _ = passing("inductor", aot_eager) if with_inductor else passing()
         torch._dynamo.reset()
         found = step(torch.compile(function, backend=backend, fullgraph=True))
         torch.testing.assert_close(found, step(function), rtol=1e-4, atol=1e-3)
@@ -454,50 +447,37 @@ def test_dtensor(mesh):
 # ---- Rules ---------------------------------------------------------------------------------------
 
 
-RMS: dict[str, Any] = {"statistic": "rms"}
-
-
-CHOICES: dict[Choice, list[Problem]] = {
+# The first three fields of a problem, and letters for the others.
+LETTERS: dict[str, dict[str, Any]] = {
+    "R": {"statistic": "rms"}, "A": {"is_apart": True}, "E": {"with_inductor": False},
+    "D": {"deterministic": True}, "H": {"with_hidden_casts": True},
+}  # fmt: skip
+CHOICES: dict[Choice, list[tuple[Any, ...]]] = {
     Choice.KERNEL: [
-        Problem(Fusion.PLAIN, 1152, True),
-        Problem(Fusion.PLAIN, 4096, False),
-        Problem(Fusion.PLAIN, 32768, True),
-        Problem(Fusion.PLAIN, None, True),
-        Problem(Fusion.MODULATED, 768, True),
-        Problem(Fusion.MODULATED, None, True),
-        Problem(Fusion.ACTIVATED, 1024, True),
-        Problem(Fusion.PLAIN, 768, True, with_inductor=False),
-        Problem(Fusion.PLAIN, 768, True, deterministic=True),
-        Problem(Fusion.PLAIN, 96, False),
-        Problem(Fusion.ACTIVATED, 96, False, is_apart=True),
-        Problem(Fusion.PLAIN, 96, False, is_apart=True, with_inductor=False),
-        Problem(Fusion.MODULATED, 96, False, is_apart=True),
-        Problem(Fusion.PLAIN, 1152, True, with_hidden_casts=True),
-        Problem(Fusion.PLAIN, 96, True, deterministic=True, with_hidden_casts=True),
-        Problem(Fusion.MODULATED, 4096, True, **RMS),
-        Problem(Fusion.PLAIN, 4096, True, with_inductor=False, **RMS),
-        Problem(Fusion.PLAIN, 4096, True, deterministic=True, **RMS),
+        ("PLAIN", 1152, True), ("PLAIN", 4096, False), ("PLAIN", 32768, True),
+        ("PLAIN", None, True), ("MODULATED", 768, True), ("MODULATED", None, True),
+        ("ACTIVATED", 1024, True), ("PLAIN", 768, True, "E"), ("PLAIN", 768, True, "D"),
+        ("PLAIN", 96, False), ("ACTIVATED", 96, False, "A"), ("PLAIN", 96, False, "AE"),
+        ("MODULATED", 96, False, "A"), ("PLAIN", 1152, True, "H"), ("PLAIN", 96, True, "DH"),
+        ("MODULATED", 4096, True, "R"), ("PLAIN", 4096, True, "RE"), ("PLAIN", 4096, True, "RD"),
     ],
     Choice.INDUCTOR: [
-        Problem(Fusion.PLAIN, 768, True),
-        Problem(Fusion.PLAIN, 4096, True),
-        Problem(Fusion.RESIDUAL, 768, False),
-        Problem(Fusion.PLAIN, 96, False, is_apart=True),
-        Problem(Fusion.PLAIN, None, False, is_apart=True),
-        Problem(Fusion.PLAIN, 4096, False, **RMS),
-        Problem(Fusion.RESIDUAL, 2880, True, **RMS),
-        Problem(Fusion.PLAIN, None, True, **RMS),
+        ("PLAIN", 768, True), ("PLAIN", 4096, True), ("RESIDUAL", 768, False),
+        ("PLAIN", 96, False, "A"), ("PLAIN", None, False, "A"), ("PLAIN", 4096, False, "R"),
+        ("RESIDUAL", 2880, True, "R"), ("PLAIN", None, True, "R"),
+        *(("GATED", cols, False) for cols in (128, 8192, None)),
     ],
-    Choice.PYTORCH: [Problem(Fusion.PLAIN, 96, True, with_hidden_casts=True)],
-}
+    Choice.PYTORCH: [("PLAIN", 96, True, "H")],
+}  # fmt: skip
 
 
 def test_rules():
     """And the last one fits every problem."""
     for wanted, problems in CHOICES.items():
-        assert [(problem, choose(problem).choice) for problem in problems] == [
-            (problem, wanted) for problem in problems
-        ]
+        for fusion, cols, trains, *letters in problems:
+            options = {k: v for one in "".join(letters) for k, v in LETTERS[one].items()}
+            problem = Problem(rules.Fusion[fusion], cols, trains, **options)
+            assert choose(problem).choice is wanted, problem
     last = rules.RULES[-1]
     assert last == rules.Rule(last.choice, last.reason)
 
@@ -611,12 +591,7 @@ def test_diffusion_transformers(device, make, dtype, monkeypatch):
         name: t.to(device, dtype if t.is_floating_point() and name != "timestep" else None)
         for name, t in kwargs.items()
     }
-    rows: list[graph_pass.Row] = []
-
-    def backend(graph_module, example_inputs):
-        rows.extend(graph_pass.run(graph_module, graph_pass.Settings(False)))
-        return graph_module.forward
-
+    backend, rows, _ = passing()
     exact = copy.deepcopy(model).double()
     exact_kwargs = {name: t.double() if t.is_floating_point() else t for name, t in kwargs.items()}
     with sdpa_kernel(SDPBackend.MATH):

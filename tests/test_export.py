@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import libraries
 import pytest
 import torch
 import torch.nn.functional as F
@@ -266,6 +267,44 @@ def test_onnx_of_a_module_needs_no_table(tmp_path, grad, names):
     assert "LayerNormalization" in [node.op_type for node in program.model.graph]
     with torch.no_grad():
         check_onnx(program, tmp_path / "model.onnx", model, x)
+
+
+# A function, or a model; the dtypes and sizes of its tensors; options.
+SIZES: dict[str, tuple[int, ...]] = {"x": (4, 3, 16), "w": (16,), "q": (2, 3, 4, 8),
+         "k": (2, 3, 2, 8), "d": (8,), "a": (2, 3, 4), "r": (2, 3, 2)}  # fmt: skip
+SWAPPED = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.RMSNorm(16))
+SCRIPTED: list[tuple[Any, str, dict[str, Any]]] = [
+    (fl.rms_norm, "hx hw", {"eps": 1e-6, "round_before_weight": True}),
+    (fl.add_layer_norm, "hx fx fw fw", {"activation": "gelu"}),
+    (fl.add_rms_norm, "fx fx fw", {"weight_offset": 1.0, "activation": "silu"}),
+    (fl.layer_norm, "fx fw",
+     {"activation": "gelu_tanh", "scale": 0.5, "out_dtype": torch.float16}),
+    (fl.ada_layer_norm, "fx fw fx", {}),
+    (fl.add_ada_layer_norm, "hx fx fw fx fw", {"statistic": "rms"}),
+    (fl.group_norm, "hx", {"num_groups": 3, "activation": "silu"}),
+    (fl.rms_norm_gated, "hx hx hw", {"group_size": 8, "gate_first": True}),
+    (fl.qk_norm_rope, "fq fk fd fd fa fa", {"eps": 1e-5}),
+    (fl.qk_norm_rope, "fq fk fd fd fr fr", {"eps": 1e-5, "rotary_dim": 4, "interleaved": True}),
+    (fl.swap_norms(SWAPPED), "fx", {}),
+]  # fmt: skip
+
+
+class Calls(Called):
+    options: Any
+
+    def forward(self, *tensors):
+        return self.function(*tensors, **self.options)
+
+
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize("opset", [12, 17, 18])
+@pytest.mark.parametrize(("function", "tensors", "options"), SCRIPTED)
+def test_onnx_from_torch_script(device, function, tensors, options, opset):
+    model = Calls(function)
+    model.options = options
+    kinds = {"h": torch.float16, "f": torch.float32}
+    given = (torch.randn(SIZES[t[1]], device=device).to(kinds[t[0]]) for t in tensors.split())
+    libraries.check_onnx(model.to(device).eval(), tuple(given), opset_version=opset)
 
 
 def test_onnx_without_the_table_names_the_operator():

@@ -17,7 +17,6 @@ from tiny_transformers import SMALL, tokens
 from torch import nn
 
 from fused_layernorm import swap_norms
-from fused_layernorm.compile import rules
 from fused_layernorm.swap import table
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -59,12 +58,6 @@ def of_projection(device, dtype, *shape):
     x = torch.randn(*shape, device=device).to(dtype)
     wide = torch.randn(*shape[:-1], 3 * shape[-1], device=device).to(dtype)
     return x, wide[..., shape[-1] : 2 * shape[-1]]
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_class_has_a_source_that_is_known(name):
-    """What these sources compute is tested in test_swapped_classes.py."""
-    assert digest(type(make(name))) in table.SOURCES
 
 
 @pytest.mark.cpu_operators
@@ -127,7 +120,9 @@ def test_models(name, count, device):
 
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_graph_pass_leaves_the_gate(name):
+def test_a_source_is_known_and_the_graph_pass_leaves_the_gate(name):
+    """What these sources compute is tested in test_swapped_classes.py."""
+    assert digest(type(make(name))) in table.SOURCES
     for weight_dtype in (BF16, F32):
         norm = make(name).to(weight_dtype)
         x, gate = of_projection("cpu", BF16, 2, 16, SIZE)
@@ -155,9 +150,3 @@ def test_swapped_norms_under_plain_compile():
         assert found == ["aten_rms_norm_gated"]
         torch.testing.assert_close(y, new(x, gate), rtol=1e-5, atol=1e-6)
         assert torch.autograd.grad(y.sum(), (x, gate))
-
-
-def test_the_rules_know_gated_norms():
-    for cols in (128, 8192, None):
-        problem = rules.Problem(rules.Fusion.GATED, cols, False)
-        assert rules.choose(problem).choice is rules.Choice.INDUCTOR

@@ -440,32 +440,29 @@ def test_what_is_left(device, text):
     check(model(text), tensors(device=device), *LEFT[text])
 
 
-@pytest.mark.parametrize(
-    ("text", "operators", "note"),
-    [
-        ("norm(x.double()).to(torch.int64).float()", ["group_norm"], ""),
-        ("torch.native_group_norm(x, weight, bias, 2, 12, 24, G, 1e-5)[:2][1]", [], ""),
-        ("y, m, r = torch.native_group_norm(x, weight, bias, 2, 12, 24, G, 1e-5); y + m.sum()",
-         [None], "statistics"),
-        ("F.instance_norm(x, weight.detach(), bias.detach().abs(), use_input_stats=False)", [], ""),
-        ("x = x + 1; y = norm(x); x.add_(1); F.silu(y) + x", ["group_norm"], "into an operand"),
-        # Into the result of an operator that has taken a norm's place.
-        ("x = norm(x); y = F.group_norm(x, 1); x.mul_(x); F.silu(y) + x",
-         ["group_norm", "group_norm"], ""),
-    ],
-)  # fmt: skip
-def test_what_is_left_of_groups(text, operators, note):
+LEFT_OF_GROUPS: dict[str, tuple[list[Any], str]] = {
+    "norm(x.double()).to(torch.int64).float()": (["group_norm"], ""),
+    "torch.native_group_norm(x, weight, bias, 2, 12, 24, G, 1e-5)[:2][1]": ([], ""),
+    "y, m, r = torch.native_group_norm(x, weight, bias, 2, 12, 24, G, 1e-5); y + m.sum()":
+    ([None], "statistics"),
+    "F.instance_norm(x, weight.detach(), bias.detach().abs(), use_input_stats=False)": ([], ""),
+    "x = x + 1; y = norm(x); x.add_(1); F.silu(y) + x": (["group_norm"], "into an operand"),
+    # Into the result of an operator that has taken a norm's place.
+    "x = norm(x); y = F.group_norm(x, 1); x.mul_(x); F.silu(y) + x": (2 * ["group_norm"], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LEFT_OF_GROUPS)
+def test_what_is_left_of_groups(text):
+    operators, note = LEFT_OF_GROUPS[text]
     check(model(text, groups), detached(images()), operators, "", note)
 
 
-def test_float64_between():
-    """A float64 norm of a float32 x stays float64: float32 would differ by more than rounding."""
+def test_wider_and_narrower_between():
+    """A float64 norm of a float32 x stays float64: float32 would differ by more than rounding. A
+    rounding to bfloat16 is kept, also if a cast to float32 follows it."""
     _, graph = check(model("norm(x.double()).float()"), tensors(), [LN])
     assert fused_of(graph).args[0].meta["example_value"].dtype == F64
-
-
-def test_rounding_that_is_asked_for():
-    """A rounding to bfloat16 in the model is kept, also if a cast to float32 follows it."""
     y, rows, _ = run(lambda x: layer(x).bfloat16().float(), torch.randn(B, D))
     assert torch.equal(y, y.bfloat16().float())
     assert rows[0].operator == LN

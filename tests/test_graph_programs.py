@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from captured import FUNCTIONS, by_position
+from captured import FUNCTIONS, by_position, passing
 from compiling import afresh  # noqa: F401
 from torch.fx import Graph, GraphModule, Proxy
 from torch.fx.node import map_aggregate
@@ -264,12 +264,7 @@ def test_random_programs():
 
 @pytest.mark.usefixtures("on_the_cpu", "afresh")
 def test_random_programs_through_dynamo():
-    rows: list[graph_pass.Row] = []
-
-    def backend(graph_module, example_inputs):
-        rows.extend(graph_pass.run(graph_module, graph_pass.Settings(False)))
-        return graph_module.forward
-
+    backend, rows, _ = passing()
     for seed in range(40):
         graph, args, with_gradients, _ = program(seed, modes=False)
         module = GraphModule({}, graph)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import reference
 import torch
 from forms import Names
 from torch import distributed, nn
@@ -87,23 +86,14 @@ def test_result_and_gradients(device, dtype, normalization, zero_centered):
         y = norm(x)
     assert seen.names  # the operator adds the offset itself
     assert all(name.startswith("fused_layernorm.layer_norm") for name in seen.names)
-    y.backward(dy)
     compiled = torch.compile(norm, backend="eager", fullgraph=True)
     assert_close(compiled(x), y)
 
-    wide_x, wide_dy = x.detach().double(), dy.double()
-    weight = norm.weight.detach().double() + zero_centered
-    bias = None if norm.bias is None else norm.bias.detach().double()
-    kind: dict[str, Any] = {} if normalization == "LayerNorm" else {"statistic": "rms"}
-    expected = reference.layer_norm(wide_x, 1, weight, bias, norm.eps, **kind).y
-    dx, dweight, dbias, *_ = reference.layer_norm_backward(
-        wide_dy, wide_x, 1, weight, bias, norm.eps, **kind
-    )
-    assert_close(y, expected.to(dtype))
-    assert_close(x.grad, dx.to(dtype))
-    assert_close(norm.weight.grad, dweight.to(dtype))
-    if bias is not None:
-        assert_close(norm.bias.grad, dbias.to(dtype))
+    leaves = [x, *norm.parameters()]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    stock = STOCK[normalization](wide[0], (HIDDEN,), wide[1] + zero_centered, *wide[2:], eps=1e-5)
+    expected = (stock, *torch.autograd.grad(stock, wide, dy.double()))
+    assert_close((y, *torch.autograd.grad(y, leaves, dy)), tuple(t.to(dtype) for t in expected))
 
 
 @NORMALIZATIONS
@@ -201,18 +191,11 @@ def megatron():
     parallel_state.initialize_model_parallel()
 
     def make(norm, **options):
+        off = ("bias_dropout_fusion", "gradient_accumulation_fusion", "persist_layer_norm")
         config = TransformerConfig(
-            num_layers=1,
-            hidden_size=HIDDEN,
-            num_attention_heads=4,
-            use_cpu_initialization=True,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            bias_dropout_fusion=False,
-            gradient_accumulation_fusion=False,
-            persist_layer_norm=False,
-            **options,
-        )
+            num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True,
+            hidden_dropout=0.0, attention_dropout=0.0, **dict.fromkeys(off, False), **options,
+        )  # fmt: skip
         spec = get_gpt_layer_local_spec(normalization="LayerNorm", qk_layernorm=True)
         slots = spec.submodules
         slots.input_layernorm = slots.pre_mlp_layernorm = norm
@@ -242,8 +225,7 @@ def test_in_a_transformer_layer_of_megatron(megatron, normalization):
     weights = {name: w - 1 for name, w in stock.state_dict().items() if "layernorm.weight" in name}
     of_zero.load_state_dict(stock.state_dict() | weights)
 
-    x = torch.randn(6, 2, HIDDEN)
-    dy = torch.randn(6, 2, HIDDEN)
+    x, dy = torch.randn(2, 6, 2, HIDDEN)
     grads = []
     for layer in (stock, fused, of_zero):
         own_x = x.clone().requires_grad_()

@@ -122,7 +122,7 @@ def test_the_environment_sets_a_margin():
 
 # Norms whose blocks wait for each other: rows, and groups that blocks or clusters share.
 NORMS = """
-import time, torch, fused_layernorm as fl
+import time, torch, fused_layernorm as fl, torch.nn.functional as F
 torch.manual_seed(0)
 BF16 = torch.bfloat16
 def inputs(*shape, dtype=BF16):
@@ -133,16 +133,24 @@ x, half, longer = inputs(64, 65536, dtype=torch.float32), inputs(40, 65536), inp
 wide, small = inputs(2, 512, 256, 256), inputs(2, 512, 64, 64)
 of_x, of_half, of_longer = weights(65536, torch.float32), weights(65536), weights(600_000)
 of_wide, of_small = weights(512), weights(512)
+# Ours, PyTorch's, and the tensors of both.
 CASES = {
-    "rows": lambda: (fl.layer_norm(x, *of_x), x, *of_x),
-    "fused rows": lambda: (fl.layer_norm(half, *of_half, activation="gelu"), half, *of_half),
-    "RMSNorm": lambda: (fl.rms_norm(longer, of_longer[0]), longer, of_longer[0]),
-    "groups": lambda: (fl.group_norm(wide, 32, *of_wide, activation="silu"), wide, *of_wide),
-    "clusters": lambda: (fl.group_norm(small, 32, *of_small), small, *of_small),
+    "rows": (fl.layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), (x, *of_x)),
+    "fused rows": (lambda *t: fl.layer_norm(*t, activation="gelu"),
+                   lambda x, w, b: F.gelu(F.layer_norm(x, w.shape, w, b)), (half, *of_half)),
+    "RMSNorm": (lambda x, w: fl.rms_norm(x, w, 1e-5),
+                lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), (longer, of_longer[0])),
+    "groups": (lambda x, *of: fl.group_norm(x, 32, *of, activation="silu"),
+               lambda x, *of: F.silu(F.group_norm(x, 32, *of)), (wide, *of_wide)),
+    "clusters": (lambda x, *of: fl.group_norm(x, 32, *of),
+                 lambda x, *of: F.group_norm(x, 32, *of), (small, *of_small)),
 }
-def results(run):
-    y, *of = run()
-    return (y.detach(), *torch.autograd.grad(y, of, torch.ones_like(y)))
+def results(case, exact=False):
+    run, tensors = case[exact], case[2]
+    if exact:
+        tensors = [t.detach().double().requires_grad_() for t in tensors]
+    y = run(*tensors)
+    return (y.detach(), *torch.autograd.grad(y, tensors, torch.ones_like(y)))
 """
 
 
@@ -271,7 +279,10 @@ def test_a_part_of_the_device(place, sms, captured):
         # Backward on this thread, whose context it is.
         torch.autograd.set_multithreading_enabled(False)
         stream = torch.cuda.Stream()
-        expected = {name: results(run) for name, run in CASES.items()}
+        expected = {
+            name: [t.to(x.dtype) for t, x in zip(results(case, exact=True), (case[2][0], *case[2]))]
+            for name, case in CASES.items()
+        }
         with torch.cuda.stream(stream):
             for run in CASES.values():
                 results(run)

@@ -1,35 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule of a swap: what the stock module accepts, the swapped one accepts, with its result."""
+"""The rule of a swap: what the stock module accepts, the swapped one accepts, with its result; and
+what others rely on or did to a class, a function or a module counts as it does for the stock model,
+before a swap and after it.
+"""
 
 import copy
+import gc
+import importlib
+import inspect
+import json
 import pickle
-from typing import Any, cast
+import sys
+import threading
+import weakref
+from typing import Any
 
 import libraries
 import pytest
 import torch
+from libraries import class_of
 from swaps import (
     Accepted,
     D,
     Registered,
     assert_same,
+    beside,
+    copies,
+    fused,
     operators_of,
     registered_forward,
+    results,
     small_model,
 )
-from tiny_transformers import WrittenHere
+from tiny_transformers import GemmaHere, WrittenHere, make
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import fused_layernorm
-from fused_layernorm import register_swap, swap_norms, unswap_norms
-from fused_layernorm.swap import registry
+from fused_layernorm import is_fused, register_swap, stock, swap_norms, unswap_norms
+from fused_layernorm.swap import registry, source
 
 pytestmark = [
-    pytest.mark.cpu_operators,
+    pytest.mark.cpu_operators,  # as on a GPU: calls that are fused run our operators
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
+T, R = "transformers.models.", "diffusers.models."
 
 
 class RegisteredRms(Registered):
@@ -37,22 +53,36 @@ class RegisteredRms(Registered):
         return F.rms_norm(x, self.gamma.shape, self.gamma) + shift
 
 
-NORMS = {
+NORMS: dict[str, Any] = {
     "layer": nn.LayerNorm,
     "rms": nn.RMSNorm,
     "llama": WrittenHere,
     "accepted": Accepted,
     "registered": Registered,
 }
+GROUPS: dict[str, Any] = {
+    "group": lambda size: nn.GroupNorm(2, size),
+    "instance": lambda size: nn.InstanceNorm2d(size, affine=True),
+}
+OF_LIBRARIES = {
+    "transformers": (T + "llama.modeling_llama", "LlamaRMSNorm"),
+    "diffusers": (R + "normalization", "FP32LayerNorm"),
+    "timm": ("timm.layers.norm", "LayerNorm"),
+}
+
+
+def norm_of(kind, device="cpu"):
+    """(a norm with random parameters, its input)."""
+    make_it = {**NORMS, **GROUPS, "gemma": GemmaHere}.get(kind) or class_of(*OF_LIBRARIES[kind])
+    found = make_it(D).to(device)
+    for parameter in found.parameters():
+        nn.init.normal_(parameter)
+    return found, torch.randn((2, D, 5, 5) if kind in GROUPS else (4, D), device=device)
 
 
 @pytest.fixture(params=NORMS)
 def norm(request, device):
-    found = NORMS[request.param](D).to(device)
-    with torch.no_grad():
-        for parameter in found.parameters():
-            parameter.copy_(torch.randn_like(parameter))
-    return found
+    return norm_of(request.param, device)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -62,10 +92,15 @@ def _registered(monkeypatch):
     register_swap(RegisteredRms, lambda _: lambda self, x: fused_layernorm.rms_norm(x, self.gamma))
 
 
+def swap(module):
+    return swap_norms(nn.Sequential(module), predicate=lambda name, module: True)[0]
+
+
 def swapped(model):
-    found = swap_norms(copy.deepcopy(model), predicate=lambda name, module: True)
-    norms = [module for module in found.modules() if isinstance(module, tuple(NORMS.values()))]
-    assert all(fused_layernorm.is_fused(cast(Any, module)) for module in norms)
+    """A copy, of which every norm is fused."""
+    found = swap(copy.deepcopy(model))
+    norms: Any = [one for one in found.modules() if isinstance(one, tuple(NORMS.values()))]
+    assert all(map(is_fused, norms))
     return found
 
 
@@ -96,7 +131,7 @@ def test_kept_forwards(norm, device, parametrized):
     if parametrized:
         parametrize.remove_parametrizations(norm, name)
     assert type(norm) is cls
-    assert set(vars(norm)) == set(vars(cls(D)))
+    assert {*vars(norm)} == {*vars(cls(D))}
 
 
 @pytest.mark.parametrize("first", ["swap", "shard"])
@@ -108,8 +143,8 @@ def test_fully_shard(norm, first, mesh):
     new = swapped(norm) if first == "swap" else copy.deepcopy(norm)
     fully_shard(new, mesh=mesh)
     swap_norms(new, predicate=lambda name, module: True)
-    for is_fused in (True, False):
-        assert fused_layernorm.is_fused(new) is is_fused
+    for fused_now in (True, False):
+        assert is_fused(new) is fused_now
         assert isinstance(new, FSDPModule)
         assert isinstance(new, type(norm))
         y, *grads = gradients(new, x)
@@ -210,17 +245,10 @@ def test_subclasses(norm):
         assert type(new(x.as_subclass(Named))) is Named
 
 
-GROUPS = {
-    "group": lambda size: nn.GroupNorm(2, size),
-    "instance": lambda size: nn.InstanceNorm2d(size, affine=True),
-}
-
-
 @pytest.mark.parametrize("kind", [*NORMS, *GROUPS])
 def test_modes_of_functions(kind, device):
     """A mode sees the stock calls; that of torch.set_default_device changes no norm."""
-    stock = (NORMS | GROUPS)[kind](D).to(device)
-    x = torch.randn((2, D, 5, 5) if kind in GROUPS else (4, D), device=device)
+    stock, x = norm_of(kind, device)
     new = swapped(stock)
     with torch.no_grad():
         expected = stock(x)
@@ -239,34 +267,23 @@ def test_modes_of_functions(kind, device):
         assert device == "cuda" or operators_of(lambda: new(x))
 
 
-def counted(function, calls):
-    def call(*args, **kwargs):
-        calls.append(function.__name__)
-        return function(*args, **kwargs)
-
-    return call
-
-
+@pytest.mark.parametrize("operators", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    ("make_it", "name"),
     [
         *((kind, "layer_norm") for kind in (nn.LayerNorm, Accepted, Registered)),
         *((kind, "rms_norm") for kind in (nn.RMSNorm, RegisteredRms)),
-        (GROUPS["group"], "group_norm"),
-        (GROUPS["instance"], "instance_norm"),
+        *((GROUPS[kind], f"{kind}_norm") for kind in GROUPS),
     ],
 )
-def test_patched_functions(monkeypatch, kind, name):
+def test_patched_functions(monkeypatch, make_it, name, operators):
     """DeepSpeed's profiler and others put their own functions in the place of PyTorch's."""
-    calls: list[str] = []
-    new = swapped(kind(D))
-    stock = getattr(F, name)
-    x = torch.randn((2, D, 3, 3) if name in ("group_norm", "instance_norm") else (4, D))
+    monkeypatch.setattr(stock, "_cpu_operators", operators)
+    new, x = swapped(make_it(D)), torch.randn((2, D, 3, 3) if name[0] in "gi" else (4, D))
     with monkeypatch.context() as patch:
-        patch.setattr(F, name, counted(stock, calls))
-        new(x)
-    assert calls == [name]
-    assert operators_of(lambda: new(x))
+        patch.setattr(F, name, lambda *args, **kwargs: torch.ones(3))
+        assert torch.equal(new(x), torch.ones(3))
+    assert operators is bool(operators_of(lambda: new(x)))
 
 
 def test_torch_fx():
@@ -284,58 +301,6 @@ def test_torch_fx():
     assert all(type(n).__module__ == "fused_layernorm.modules" for n in new)
 
 
-class Calls(nn.Module):
-    def __init__(self, name, options):
-        super().__init__()
-        self.name, self.options = name, options
-
-    def forward(self, *tensors):
-        return getattr(fused_layernorm, self.name)(*tensors, **self.options)
-
-
-H, F32 = torch.float16, torch.float32
-# By function: the dtypes and leading sizes of its tensors, and options.
-ONNX = {
-    "rms_norm": ([(H, 4), (H, 0)], {"eps": 1e-6, "round_before_weight": True}),
-    "add_layer_norm": ([(H, 4), (F32, 4), (F32, 0), (F32, 0)], {"activation": "gelu"}),
-    "add_rms_norm": ([(F32, 4), (F32, 4), (F32, 0)], {"weight_offset": 1.0, "activation": "silu"}),
-    "layer_norm": ([(F32, 4), (F32, 0)], {"activation": "gelu_tanh", "scale": 0.5, "out_dtype": H}),
-    "ada_layer_norm": ([(F32, 4), (F32, 0), (F32, 4)], {}),
-    "add_ada_layer_norm": ([(H, 4), (F32, 4), (F32, 0), (F32, 4), (F32, 0)], {"statistic": "rms"}),
-    "group_norm": ([(H, 4)], {"num_groups": 3, "activation": "silu"}),
-    "rms_norm_gated": ([(H, 4), (H, 4), (H, 0)], {"group_size": 8, "gate_first": True}),
-}
-
-
-@pytest.mark.parametrize("opset", [12, 17, 18])
-@pytest.mark.parametrize("name", ONNX)
-def test_onnx_from_torch_script(device, name, opset):
-    kinds, options = ONNX[name]
-    tensors = tuple(
-        torch.randn(rows, 3, D, device=device).to(dtype)
-        if rows
-        else torch.randn(D, device=device).to(dtype)
-        for dtype, rows in kinds
-    )
-    libraries.check_onnx(Calls(name, options).eval(), tensors, opset_version=opset)
-
-
-@pytest.mark.parametrize("options", [{}, {"rotary_dim": 4, "interleaved": True}])
-def test_onnx_of_heads_from_torch_script(device, options):
-    q, k = (torch.randn(2, 3, heads, 8, device=device) for heads in (4, 2))
-    angles = torch.randn(2, 3, options.get("rotary_dim", 8) // 2, device=device)
-    norm = Calls("qk_norm_rope", {"eps": 1e-5, **options}).eval()
-    weights = torch.randn(2, 8, device=device)
-    libraries.check_onnx(norm, (q, k, *weights, *angles), opset_version=17)
-
-
-def test_onnx_of_a_swapped_model(device):
-    model = nn.Sequential(small_model(), nn.LayerNorm(3), nn.RMSNorm(3)).to(device)
-    libraries.check_onnx(
-        swapped(model).eval(), (torch.randn(4, 8, device=device),), opset_version=17
-    )
-
-
 def test_flop_counters(device):
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -350,15 +315,11 @@ def test_flop_counters(device):
 
 @pytest.mark.parametrize("kind", [*NORMS, "group"])
 def test_tensors_of_inference_mode_and_with_the_negative_bit(kind, device):
-    def make():
-        return nn.GroupNorm(2, D) if kind == "group" else NORMS[kind](D)
-
-    register_swap(Registered, lambda module: registered_forward)
     negative = torch.randn(4, D, dtype=torch.complex64, device=device).conj().imag
     assert negative.is_neg()
     x = torch.randn(4, D, device=device, requires_grad=True)
     with torch.inference_mode():
-        module, of_inference = make().to(device), torch.randn(4, D, device=device)
+        module, of_inference = norm_of(kind, device)[0], torch.randn(4, D, device=device)
     model = nn.Sequential(module)
 
     def run():
@@ -370,5 +331,619 @@ def test_tensors_of_inference_mode_and_with_the_negative_bit(kind, device):
 
     expected = run()
     swap_norms(model, predicate=lambda *_: True)
-    assert fused_layernorm.is_fused(module)
+    assert is_fused(module)
     torch.testing.assert_close(run(), expected)
+
+
+# ---- What somebody replaces.
+
+
+@pytest.mark.parametrize("operators", [False, True])
+@pytest.mark.parametrize("kind", [*NORMS, *GROUPS, "gemma", *OF_LIBRARIES])
+def test_a_replaced_forward(kind, device, monkeypatch, operators):
+    """Tools of attribution do so, for the gradients: a swap would bring the old ones back. Whoever
+    accepts a class says what it computes."""
+    monkeypatch.setattr(stock, "_cpu_operators", operators)
+    early, x = norm_of(kind, device)
+    cls, late, expected = type(early), copy.deepcopy(early), early(x)
+    early = swap(early)
+    assert is_fused(early)
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(cls, "forward", lambda self, x: x * 3)
+        for module in (early, swap(late))[: 1 + (cls is not Accepted)]:
+            assert not is_fused(module)
+            assert_same(module(x), x * 3)
+        if operators:
+            assert_same(torch.compile(early, backend="eager")(x), x * 3)
+    assert is_fused(early)
+    assert_same(early(x), expected)
+
+
+def test_a_method_and_a_function_that_a_forward_calls(device, monkeypatch):
+    module, x = swap(GemmaHere(D).to(device)), torch.randn(4, D, device=device)
+    nn.init.ones_(module.weight)
+    monkeypatch.setattr(GemmaHere, "_norm", lambda self, x: x * 3)
+    assert not is_fused(module)
+    assert_same(module(x), x * 3 * 2)
+    assert not is_fused(swap(GemmaHere(D)))
+
+    timm = class_of("timm.layers.norm", "LayerNormExp2d")
+    image = torch.randn(2, D, 4, 4, device=device).to(memory_format=torch.channels_last)
+    module = swap(timm(D).to(device))
+    assert is_fused(module)
+    monkeypatch.setattr(sys.modules[timm.__module__], "_layer_norm_cf", lambda x, *_: x * 3)
+    assert_same(module(image), image * 3)
+
+
+def test_a_constructed_norm_is_no_stock_module(device, monkeypatch):
+    norm, x = fused_layernorm.FusedLayerNorm(D).to(device), torch.randn(4, D, device=device)
+    expected = norm(x)
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: x * 3)
+    assert is_fused(norm)
+    assert_same(norm(x), expected)
+
+
+# A module of a model, with Llama's RMSNorm.
+A_NORM = "import torch\nfrom torch import nn\n\n\n" + inspect.getsource(WrittenHere)
+
+
+def test_a_file_that_changed_since_its_import(tmp_path, monkeypatch):
+    """inspect reads the file as it is now; the class that is loaded is another one."""
+    file = tmp_path / "of_a_model.py"
+    file.write_text(A_NORM.replace("return self.weight *", "return 3.0 *"))
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded = importlib.import_module(file.stem).WrittenHere
+    file.write_text(A_NORM)
+    assert source.read(loaded) is None
+    x = torch.randn(4, D)
+    assert_same(swap(loaded(D))(x), loaded(D)(x))
+
+
+# ---- Hooks of all modules, quantization, compiled classes.
+
+
+def test_hooks_of_all_modules_see_norms_inside_other_kernels(device):
+    zero = class_of(R + "normalization", "AdaLayerNormZero")
+    module, seen = swap_norms(zero(D, None, "layer_norm").to(device)), []
+    assert is_fused(module)
+    x, emb = torch.randn(2, 5, D, device=device), torch.randn(2, D, device=device)
+    expected = module(x, emb=emb)[0]
+    norm = module.norm
+
+    def see(module, args, y):
+        seen.append(module)
+        return y * 0 if module is norm else y
+
+    hook = torch.nn.modules.module.register_module_forward_hook(see)
+    try:
+        y = module(x, emb=emb)[0]
+    finally:
+        hook.remove()
+    assert norm in seen
+    assert not torch.allclose(y, expected)
+    assert_same(module(x, emb=emb)[0], expected)
+
+
+def test_an_init_function_that_asks_for_a_bias(device):
+    """A swapped nn.RMSNorm has the attributes that nn.RMSNorm has, for scripts too."""
+    norm = swap(nn.RMSNorm(D).to(device))
+    assert not hasattr(norm, "bias")
+    x = torch.randn(4, D, device=device)
+    assert_same(torch.jit.script(norm)(x), norm(x))
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act = nn.GroupNorm(2, 8), nn.SiLU()
+
+    def forward(self, x, twice: bool = False, deep: bool = True):
+        if deep:
+            x = self.norm(x)
+            if twice:
+                x = x * 2
+            x = self.act(x)
+        for _ in range(2):
+            x = self.norm(x)
+            x = self.act(x)
+        try:
+            if twice:
+                x = self.norm(x)
+            x = F.silu(x)
+        finally:
+            if not twice:
+                x = F.silu(self.norm(x))
+        return x
+
+
+@pytest.mark.parametrize("flags", [(False, True), (True, True), (True, False)])
+def test_an_activation_that_ends_a_nested_block(flags, device, caplog):
+    stock, x = Nested().to(device), torch.randn(2, 8, 4, 4, device=device)
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        new = beside(stock)
+    assert not caplog.text
+    assert is_fused(new)
+    assert_same(new(x, *flags), stock(x, *flags))
+
+
+def inner_norms(device):
+    """Modules of which a kernel computes more than the module itself."""
+    zero = class_of(R + "normalization", "AdaLayerNormZero")
+    x = torch.randn(2, 8, 4, 4, device=device)
+    yield Nested().to(device), (x,)
+    yield nn.Sequential(nn.InstanceNorm2d(8), nn.LeakyReLU(0.01)).to(device), (x,)
+    yield zero(D, None).to(device), (
+        torch.randn(2, 5, D, device=device), None, None, None, torch.randn(2, D, device=device),
+    )  # fmt: skip
+
+
+def test_a_replaced_call_of_all_modules_sees_each(device, monkeypatch):
+    call = nn.Module.__call__
+    for model, inputs in inner_norms(device):
+        new, seen = beside(model), list[str]()
+        assert is_fused(new)
+
+        def counting(self, *args, seen=seen, **kwargs):
+            seen.append(type(self).__name__)
+            return call(self, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Module, "__call__", counting)
+            expected = model(*inputs)
+            of_stock = [*seen]
+            seen.clear()
+            y = new(*inputs)
+        names = [name.removeprefix("Fused") for name in seen]
+        assert names == of_stock
+        assert_same(y, expected)
+
+
+# ---- Quantization, compiled classes.
+
+QUANTIZED = {
+    "layer": (lambda: nn.LayerNorm(D), (3, 5, D)),
+    "group": (lambda: nn.GroupNorm(2, D), (3, D, 4)),
+    "instance_1d": (lambda: nn.InstanceNorm1d(D), (3, D, 4)),
+    "instance_2d": (lambda: nn.InstanceNorm2d(D, affine=True), (3, D, 4, 5)),
+    "instance_3d": (lambda: nn.InstanceNorm3d(D), (3, D, 2, 4, 5)),
+}
+
+
+def eagerly(model, x, is_qat):
+    quantization = torch.ao.quantization
+    stubs = quantization.QuantStub(), quantization.DeQuantStub()
+    model = nn.Sequential(stubs[0], *model, stubs[1]).train(is_qat)
+    make = quantization.get_default_qat_qconfig if is_qat else quantization.get_default_qconfig
+    model.qconfig = make("x86")
+    (quantization.prepare_qat if is_qat else quantization.prepare)(model, inplace=True)(x)
+    return quantization.convert(model.eval(), inplace=True)
+
+
+def by_graph(model, x, is_qat):
+    quantize = importlib.import_module("torch.ao.quantization.quantize_fx")
+    mappings = torch.ao.quantization.qconfig_mapping
+    name = "get_default_qat_qconfig_mapping" if is_qat else "get_default_qconfig_mapping"
+    mapping = getattr(mappings, name)("x86")
+    prepare = quantize.prepare_qat_fx if is_qat else quantize.prepare_fx
+    types = [*map(type, model)]
+    prepared = prepare(model.train(is_qat), mapping, (x,))
+    prepared(x)
+    quantized = quantize.convert_fx(prepared.eval())
+    assert [*map(type, model)] == types  # the model itself is what it was
+    return quantized
+
+
+@pytest.mark.parametrize("is_qat", [False, True], ids=["static", "qat"])
+@pytest.mark.parametrize("how", [eagerly, by_graph])
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.on_cpu
+@pytest.mark.filterwarnings("ignore")  # torch.ao.quantization's own
+def test_quantization_is_that_of_the_stock_model(name, how, is_qat):
+    make, shape = QUANTIZED[name]
+    x = torch.randn(shape)
+
+    def quantized(is_swapped):
+        torch.manual_seed(0)
+        model = nn.Sequential(make(), nn.Identity())
+        if is_swapped:
+            swap_norms(model)
+        return how(model, x, is_qat)
+
+    models = [quantized(True), quantized(False)]
+    types = [{type(one) for one in each.modules() if "Norm" in type(one).__name__}
+             for each in models]  # fmt: skip
+    assert types[0] == types[1]
+    # FX lowers a GroupNorm of PyTorch to nothing quantized.
+    is_left = name == "group" and how is by_graph
+    assert is_left or all(cls.__module__.startswith("torch.ao.") for cls in types[0])
+    # A range that was observed may differ by a rounding, and then a result by one step.
+    torch.testing.assert_close(models[0](x), models[1](x), rtol=0, atol=0.06)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_norm_that_fuses_something_is_not_quantized():
+    quantization = torch.ao.quantization
+    fusing = fused_layernorm.FusedLayerNorm(D, activation="silu")
+    model: Any = nn.Sequential(fusing).eval()
+    model.qconfig = quantization.get_default_qconfig("x86")
+    assert type(quantization.convert(quantization.prepare(model))[0]) is type(fusing)
+
+
+def test_compiled_submodules_are_left():
+    traced = torch.jit.trace(nn.Linear(D, D), torch.randn(2, D))
+    scripted = torch.jit.script(nn.Linear(D, D))
+    model = nn.Sequential(traced, scripted, nn.LayerNorm(D))
+    x = torch.randn(4, D)
+    expected = model(x)
+    assert_same(swap_norms(model, neighbours=True)(x), expected)
+
+
+# ---- Names, and classes that somebody derives.
+
+# id: (what makes the module, what its repr says once it is swapped).
+NAMED: dict[str, tuple[Any, str]] = {
+    "llama": (lambda: class_of(T + "llama.modeling_llama", "LlamaRMSNorm")(D), "FusedRMSNorm["),
+    "instance": (lambda: nn.InstanceNorm2d(D), "FusedGroupNorm["),
+    "fp32": (lambda: class_of(R + "normalization", "FP32LayerNorm")(D), "FusedLayerNorm["),
+    "ada": (lambda: class_of(R + "normalization", "AdaLayerNormZero")(D, None), "FusedLayerNorm["),
+    "resnet": (
+        lambda: class_of(R + "resnet", "ResnetBlock2D")(
+            in_channels=D, groups=2, temb_channels=None
+        ),
+        "FusedActivation[",
+    ),
+    "sequence": (lambda: nn.Sequential(nn.GroupNorm(2, D), nn.SiLU()), "FusedActivation["),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_swapped_class_has_the_stock_names(name):
+    make_it, shown = NAMED[name]
+    stock = make_it()
+    new = swap_norms(nn.ModuleList([copy.deepcopy(stock)]), neighbours=True)[0]
+    assert is_fused(new)
+    assert type(new) is not type(stock)
+    for attribute in ("__name__", "__qualname__", "__module__"):
+        assert getattr(type(new), attribute) == getattr(type(stock), attribute)
+    assert new._get_name() == stock._get_name()
+    assert repr(new).startswith(shown + type(stock).__name__ + "]")
+    copies(new)
+    assert repr(unswap_norms(new)) == repr(stock)
+
+
+def unet():
+    return libraries.get("diffusers").UNet2DModel(
+        sample_size=8, in_channels=3, out_channels=3, block_out_channels=(8, 8),
+        layers_per_block=1, norm_num_groups=2, down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=4,
+    )  # fmt: skip
+
+
+def test_a_saved_model_is_that_of_the_stock_class(tmp_path):
+    diffusers = libraries.get("diffusers")
+    model = unet().eval()
+    new = beside(model)
+    assert is_fused(new)  # its own forward has a norm before an activation
+    new.save_pretrained(tmp_path / "model")
+    assert json.loads((tmp_path / "model/config.json").read_text())["_class_name"] == "UNet2DModel"
+    again = diffusers.UNet2DModel.from_pretrained(tmp_path / "model")
+    pipeline = diffusers.DDPMPipeline(new, diffusers.DDPMScheduler())
+    pipeline.save_pretrained(tmp_path / "pipeline")
+    of_pipeline = diffusers.DDPMPipeline.from_pretrained(tmp_path / "pipeline").unet
+    x = torch.randn(1, 3, 8, 8)
+    for one in (again, of_pipeline):
+        assert type(one) is type(model)
+        assert torch.equal(one.eval()(x, 1).sample, model(x, 1).sample)
+
+
+def test_classes_are_found_by_their_names():
+    """As device maps, FSDP's policies and adapters look them up."""
+    transformers = libraries.get("transformers")
+    model = unet()
+    new = beside(model)
+    for one, other in zip(new.modules(), model.modules(), strict=True):
+        if not isinstance(one, fused_layernorm.FusedGroupNorm):
+            assert type(one).__name__ == type(other).__name__
+    swapped = type(new.down_blocks[0].resnets[0])
+    found = transformers.trainer_pt_utils.get_module_class_from_name(new, "ResnetBlock2D")
+    assert found is swapped
+    assert issubclass(found, type(model.down_blocks[0].resnets[0]))
+
+
+@pytest.mark.parametrize(
+    "make_it",
+    [nn.LayerNorm, nn.RMSNorm, WrittenHere, lambda size: nn.GroupNorm(1, size)],
+    ids=["layer", "rms", "llama", "group"],
+)
+def test_a_class_derived_from_a_swapped_one_stays(make_it, caplog, device):
+    """Tools such as tomesd give a module a subclass of the class that it has."""
+    model = nn.Sequential(make_it(D), make_it(D)).to(device)
+    stock, x = type(model[0]), torch.randn(3, D, device=device)
+    swap_norms(model)
+    given = type(model[0])
+
+    class Doubled(given):  # type: ignore[misc, valid-type]
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    expected = 2 * model[0](x)
+    model[0].__class__ = Doubled
+    assert type(copy.deepcopy(model)[0]) is Doubled
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        unswap_norms(model)
+    assert (type(model[0]), type(model[1])) == (Doubled, stock)
+    assert "Doubled" in caplog.text
+    assert_same(model[0](x), expected)
+    swap_norms(model)
+    assert type(model[0]) is Doubled
+    model[0].__class__ = given  # type: ignore[assignment]
+    unswap_norms(model)
+    assert type(model[0]) is stock
+    assert {*vars(model[0])} == {*vars(make_it(D))}
+
+
+# ---- Nobody else's code.
+
+DECORATED = '''
+import functools
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+ran = []
+
+
+def counted(function):
+    """Registers, and needs the frame of a class."""
+    ran.append(function.__name__)
+    if "__qualname__" not in __import__("sys")._getframe(1).f_locals:
+        raise AttributeError("not in a class")
+    return function
+
+
+def halved(scale):
+    ran.append("made")
+    def decorator(function):
+        ran.append("wrapped")
+        @functools.wraps(function)
+        def wrapper(self, *args, **kwargs):
+            return function(self, *args, **kwargs) * scale
+        return wrapper
+    return decorator
+
+
+class Hiding:
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+    def __get__(self, instance, owner):
+        return self if instance is None else functools.partial(self.__wrapped__, instance)
+
+
+def default():
+    ran.append("default")
+    return 2.0
+
+
+class Meta(type):
+    def __init__(cls, *args):
+        ran.append("metaclass")
+        super().__init__(*args)
+
+
+class Quiet(nn.Module, metaclass=Meta):
+    def __init_subclass__(cls):
+        ran.append(cls.__name__)
+
+    def __setattr__(self, name, value):
+        ran.append(name)
+        super().__setattr__(name, value)
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act = nn.GroupNorm(2, 8), nn.SiLU()
+
+
+class Block(Quiet):
+    @counted
+    @halved(0.5)
+    @torch.no_grad()
+    def forward(self, x: default(), *, factor: default() = default()) -> default():
+        return self.act(self.norm(x)) * factor
+
+
+class Hidden(Quiet):
+    @Hiding
+    def forward(self, x):
+        return self.act(self.norm(x))
+
+
+class Private(Quiet):
+    __factor = 2
+
+    def forward(self, x):
+        return self.act(self.norm(x)) * self.__factor
+'''
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    (tmp_path / "of_somebody.py").write_text(DECORATED)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("of_somebody")
+    del sys.modules["of_somebody"]
+
+
+def test_a_subclass_that_somebody_derives_is_still_told_of(file):
+    new = beside(file.Block())
+    meta: Any = type(type(new))
+    meta("Theirs", (type(new),), {})
+    assert file.ran[-2:] == ["Theirs", "metaclass"]
+
+
+def test_a_swap_runs_no_decorator_default_or_hook_of_a_class(file):
+    stock, x = file.Block(), torch.randn(2, 8, 4, 4)
+    new = copy.deepcopy(stock)
+    ran = [*file.ran]
+    swap_norms(new, neighbours=True)
+    assert file.ran == ran
+    assert is_fused(new)
+    assert_same(new(x), stock(x))
+    assert_same(new(x, factor=3.0), stock(x, factor=3.0))
+    assert not new(x.requires_grad_()).requires_grad  # the decorators' work is still done
+    assert type(pickle.loads(pickle.dumps(new))) is type(new)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("Hidden", "its forward"), ("Private", "names that are private to its class")],
+)
+def test_a_class_that_cannot_be_read_is_left(file, name, reason, caplog):
+    stock, x = getattr(file, name)(), torch.randn(2, 8, 4, 4)
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        new = beside(stock)
+    assert (is_fused(new), is_fused(new.norm)) == (False, True)
+    assert_same(new(x), stock(x))
+    if name == "Private":  # the names in a callable object are not known
+        assert reason in caplog.text
+
+
+def test_models_whose_forwards_are_decorated():
+    sizes = {"vocab_size": 50, "dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 48}
+    model = make("DistilBertConfig", "DistilBertForMaskedLM", **sizes).eval()
+    ids = torch.randint(50, (2, 9))
+    assert_same(beside(model)(ids).logits, model(ids).logits)
+
+
+# ---- All or nothing.
+
+
+class Own(WrittenHere):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def wrong(name, module):
+    if name == "2":
+        raise LookupError("a predicate of somebody")
+    return True
+
+
+@pytest.mark.parametrize("how", ["predicate", "make", "signature"])
+def test_a_swap_that_raises_has_done_nothing(how):
+    makes: Any = {"make": lambda _: [][1], "signature": lambda _: lambda: None}
+    register_swap(Own, makes.get(how, lambda module: None))
+    block = class_of(R + "normalization", "AdaLayerNormZero")(D, None)
+    model = nn.Sequential(nn.LayerNorm(D), block, nn.GroupNorm(2, D), nn.SiLU(), Own(D))
+    types = [type(one) for one in model.modules()]
+    with pytest.raises((LookupError, TypeError)):
+        swap_norms(model, predicate=wrong if how == "predicate" else None, neighbours=True)
+    assert [type(one) for one in model.modules()] == types
+    assert fused(model) == []
+
+
+# ---- What is fused.
+
+
+@pytest.mark.filterwarnings("error")  # a model of fused modules gets no warning
+def test_is_fused_knows_every_module_of_the_package():
+    for name in fused_layernorm.__all__:
+        cls = getattr(fused_layernorm, name)
+        if isinstance(cls, type) and issubclass(cls, nn.Module):
+            module = cls(*([4] if issubclass(cls, nn.GroupNorm) else []), D)
+            assert is_fused(module), name
+            swap_norms(nn.Sequential(module))
+            assert type(swap(module)) is cls, name
+            again = eval(repr(module), vars(fused_layernorm))  # it accepts what it prints
+            assert repr(again) == repr(module)
+            module.forward = lambda *args: args[0]
+            assert not is_fused(module)
+
+
+def test_unswap_of_one_kind_leaves_registered_classes_of_the_other():
+    register_swap(Accepted, lambda module: registered_forward)
+    model = swap_norms(nn.Sequential(Accepted(D), nn.RMSNorm(D)))
+    fused_layernorm.unswap_rms_norm(model)
+    assert [is_fused(module) for module in model] == [True, False]
+    fused_layernorm.unswap_layer_norm(model)
+    assert [type(module) for module in model] == [Accepted, nn.RMSNorm]
+
+
+# ---- Threads, and what is kept.
+
+
+@pytest.mark.parametrize("cls", [nn.LayerNorm, GemmaHere])
+def test_two_threads_that_swap_and_unswap_one_model(cls):
+    model = nn.Sequential(*(cls(D) for _ in range(50)))
+    attributes = {*vars(cls(D))}
+    start, errors = threading.Barrier(2), []
+
+    def work():
+        start.wait()
+        try:
+            for _ in range(40):
+                swap_norms(model)
+                unswap_norms(model)
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    unswap_norms(model)
+    assert {type(module) for module in model} == {cls}
+    assert all({*vars(module)} == attributes for module in model)
+
+
+def test_classes_are_not_kept(tmp_path, monkeypatch):
+    """Of a model that is gone, nothing here keeps the classes, those made for the swap included."""
+    file = tmp_path / "of_another_model.py"
+    file.write_text(A_NORM)
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded = importlib.import_module(file.stem).WrittenHere
+    module, x = swap(loaded(D)), torch.randn(4, D)
+    assert is_fused(module)
+    results(module, x)
+    gone = [weakref.ref(one) for one in (loaded, type(module), loaded.forward)]
+    del module, loaded, sys.modules[file.stem]
+    gc.collect()  # the class that was made
+    gc.collect()  # and then that of the model, the key under which it was kept
+    assert [one() for one in gone] == [None] * 3
+
+
+CALLS: dict[str, Any] = {
+    "module": lambda x: fused_layernorm.FusedLayerNorm(D, device=x.device)(x),
+    "swapped": lambda x: swap_norms(nn.LayerNorm(D, device=x.device))(x),
+    "rms": lambda x: fused_layernorm.FusedRMSNorm(D, device=x.device)(x),
+    "function": lambda x: fused_layernorm.layer_norm(x, torch.ones(D, device=x.device)),
+    "fused": lambda x: fused_layernorm.layer_norm(x, normalized_shape=D, activation="gelu"),
+    "residual": lambda x: fused_layernorm.FusedAddLayerNorm(D, device=x.device)(x, x),
+}
+
+
+@pytest.mark.parametrize("packed", [1, 3])  # of what a norm saves
+@pytest.mark.parametrize("by_pytorch", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_hook_on_saved_tensors_raises_passes_through(
+    name, by_pytorch, packed, device, monkeypatch
+):
+    """Checkpointing ends its second forward so: nothing may be called once more."""
+    monkeypatch.setattr(stock, "_cpu_operators", not by_pytorch)
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor if len(kept) < packed else 1 / 0
+
+    x = torch.randn(4, D, device=device, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, pytest.raises(ZeroDivisionError):
+        CALLS[name](x)
+    assert len(kept) == packed

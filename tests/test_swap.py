@@ -1,29 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The swaps swap the right modules, say what they leave, and change nothing else in a model.
+"""The swaps swap the right modules, say what they leave, and change nothing else in a model; the
+table of other libraries' classes knows the installed versions.
 
 What swapped classes compute is in test_swapped_classes.py.
 """
 
+import ast
 import copy
+import functools
 import importlib
 import inspect
+import re
+import sys
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import libraries
 import pytest
 import torch
 import torch.nn.functional as F
 from libraries import class_of
-from swaps import copies, fused, results, swapped
+from swaps import copies, digest, fused, results, swapped
 from tiny_transformers import GemmaHere, WrittenHere
 from torch import nn
 from torch.nn.utils import parametrize
 
 import fused_layernorm as fl
-from fused_layernorm import is_fused, swap_norms
-from fused_layernorm.swap import registry
+from fused_layernorm import is_fused
+from fused_layernorm.swap import registry, source, table
 
 
 class OwnForward(nn.LayerNorm):
@@ -67,40 +72,31 @@ class Model(nn.Module):
         return self.own(self.plain(self.listed[0](x)))
 
 
-def test_results_stay(device):
-    model = Model().to(device, torch.float64)
-    x = torch.randn(3, 4, 8, device=device, dtype=torch.float64)
-    before = results(model, x)
-    for _ in range(2):  # the second time changes nothing
-        assert fl.swap_layer_norm(model) is model
-        torch.testing.assert_close(results(model, x), before)
-    assert fused(model) == ["norm", "blocks.0.1", "blocks.1.1", "plain"]
-    norm = nn.LayerNorm(8)
-    assert isinstance(fl.swap_layer_norm(norm), fl.FusedLayerNorm)  # a model that is one
-
-
-def test_everything_else_stays():
-    model: Any = Model().double()
+def test_everything_stays(device):
+    model: Any = Model().to(device, torch.float64)
     model.norm.eval()
     model.norm.weight.requires_grad_(False)
     model.norm.note = "kept"
-    parameters = dict(model.named_parameters())
-    names = [name for name, _ in model.named_modules()]
-    state = copy.deepcopy(model.state_dict())
-    fl.swap_layer_norm(model)
+    x = torch.randn(3, 4, 8, device=device, dtype=torch.float64)
+    before, state = model(x), copy.deepcopy(model.state_dict())
+    parameters, names = dict(model.named_parameters()), [name for name, _ in model.named_modules()]
+    for _ in range(2):  # the second time changes nothing
+        assert fl.swap_layer_norm(model) is model
+        torch.testing.assert_close(model(x), before)
+        assert fused(model) == ["norm", "blocks.0.1", "blocks.1.1", "plain"]
     assert [name for name, _ in model.named_modules()] == names
-    for name, parameter in model.named_parameters():
-        assert parameter is parameters[name]
-    assert model.alias is model.norm
-    assert model.listed[0] is model.norm
-    assert not model.norm.training
-    assert model.plain.training
-    assert not model.norm.weight.requires_grad
-    assert model.norm.note == "kept"
-    assert model.blocks[0][1].eps == 1e-3
-    assert model.blocks[0][1].bias is None
-    assert model.norm.weight.dtype == torch.float64
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
     assert list(model.state_dict()) == list(state)
+    assert model.alias is model.norm is model.listed[0]
+    assert (model.norm.training, model.plain.training, model.norm.note) == (False, True, "kept")
+    assert not model.norm.weight.requires_grad
+    assert (model.blocks[0][1].eps, model.blocks[0][1].bias) == (1e-3, None)
+    model.norm.weight.requires_grad_()
+    swapped_one, stock = copy.deepcopy(model), fl.unswap_layer_norm(model)
+    torch.testing.assert_close(results(swapped_one, x), results(stock, x))
+    norm = nn.LayerNorm(8)
+    assert isinstance(fl.swap_layer_norm(norm), fl.FusedLayerNorm)  # a model that is one
 
 
 # In the order in which a step, a saving and a loading call them.
@@ -302,25 +298,28 @@ def test_the_predicate_narrows_what_is_registered():
     assert fused(model) == ["1", "2"]
 
 
-def test_what_cannot_be_registered():
-    with pytest.raises(TypeError, match=r"expected cls to be a subclass of torch.nn.Module, got 3"):
-        fl.register_swap(cast(Any, 3), lambda module: by_hand)
-    with pytest.raises(TypeError, match=r"got <function by_hand"):
-        fl.register_swap(cast(Any, by_hand), lambda module: by_hand)
-    with pytest.raises(TypeError, match=r"expected make to be callable, got int"):
-        fl.register_swap(ByHand, cast(Any, 3))
-    for module in (fl.FusedLayerNorm(8), *fl.swap_layer_norm(nn.Sequential(nn.LayerNorm(8)))):
-        with pytest.raises(ValueError, match=r"expected a class that is not fused, got Fused"):
-            fl.register_swap(type(module), lambda module: by_hand)
-    fl.register_swap(ByHand, cast(Any, lambda module: "forward"))
-    with pytest.raises(TypeError, match=r"make registered for ByHand to return a function or None"):
-        fl.swap_layer_norm(ByHand(8))
+# (what is registered, its make, the error; whether that comes only when ByHand is swapped).
+WRONG: list[tuple[Any, Any, str, bool]] = [
+    (3, lambda _: by_hand, "expected cls to be a subclass of torch.nn.Module, got 3", False),
+    (by_hand, lambda _: by_hand, "got <function by_hand", False),
+    (ByHand, 3, "expected make to be callable, got int", False),
+    (fl.FusedLayerNorm, lambda _: by_hand, "expected a class that is not fused, got Fused", False),
+    (type(fl.swap_layer_norm(nn.Sequential(nn.LayerNorm(8)))[0]), lambda _: by_hand,
+     "expected a class that is not fused, got Fused", False),
+    (ByHand, lambda _: "forward", "make registered for ByHand to return a function or None", True),
     # A likely mistake is a closure over the module, whose parameters all copies would then share.
-    fl.register_swap(ByHand, lambda module: lambda x: fl.layer_norm(x, module.gamma))
-    with pytest.raises(
-        TypeError, match=r"takes \(self, x\), self first, got one that takes \(x\)$"
-    ):
-        fl.swap_layer_norm(ByHand(8))
+    (ByHand, lambda module: lambda x: fl.layer_norm(x, module.gamma),
+     r"takes \(self, x\), self first, got one that takes \(x\)$", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "make", "match", "later"), WRONG)
+def test_what_cannot_be_registered(cls, make, match, later):
+    if later:
+        fl.register_swap(cls, make)
+    with pytest.raises((TypeError, ValueError), match=match) as found:
+        fl.swap_layer_norm(ByHand(8)) if later else fl.register_swap(cls, make)
+    assert found.type is (ValueError if "not fused" in match else TypeError)
 
 
 # ---- What is left, and what the log says of it.
@@ -449,30 +448,40 @@ SIZE = 256
 LIST = Path(__file__).parent / "data" / "transformers_rms_norms.txt"
 
 
-def test_the_classes_of_transformers(monkeypatch):
-    """At least 90% of those that a size makes are swapped, and compute what they did."""
-    monkeypatch.setattr(fl.stock, "_cpu_operators", False)  # which would round differently
-    libraries.get("transformers")
-    made, left = 0, []
-    x = torch.randn(4, SIZE)
+def listed_classes():
+    """The modules and names of those that this release has, of one text together."""
+    folder = Path(libraries.get("transformers").__file__).parent.parent
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for line in LIST.read_text().splitlines():
         module, name = line.split()
-        try:
-            cls = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
-            continue
+        path = folder / (module.replace(".", "/") + ".py")
+        before, _, text = (path.read_text() if path.exists() else "").partition(f"\nclass {name}(")
+        if body := re.match(r".*\n(?:(?: .*)?\n)*", text):
+            key = before.rpartition("\n\n")[2], body[0].replace(name, "").strip()  # decorators too
+            found.setdefault(key, []).append((module, name))
+    return found.values()
+
+
+def test_the_classes_of_transformers(monkeypatch):
+    """At least 90% of those that a size makes are swapped, and compute what they did. Of classes of
+    one text, one is imported."""
+    monkeypatch.setattr(fl.stock, "_cpu_operators", False)  # which would round differently
+    made, left = 0, []
+    x = torch.randn(4, SIZE)
+    for (module, name), *others in listed_classes():
+        cls = class_of(module, name)
         first = next(iter(inspect.signature(cls).parameters), "")
         try:
             norm = cls() if first in ("", "eps") else cls(SIZE)
         except (AttributeError, TypeError):  # it is made of a configuration, or of more
             continue
-        made += 1
+        made += 1 + len(others)
         for parameter in norm.parameters():
             nn.init.normal_(parameter)
         model = nn.Sequential(copy.deepcopy(norm), nn.RMSNorm(SIZE))
         fl.swap_rms_norm(model)
         if not fl.is_fused(model[0]):
-            left.append(name)
+            left += [name, *(other for _, other in others)]
             continue
         takes_gate = "gate" in inspect.signature(norm.forward).parameters
         inputs = (x, torch.randn_like(x)) if takes_gate else (x,)
@@ -627,22 +636,6 @@ def test_running_statistics_that_come_later(device):
     torch.testing.assert_close(module(x), (x - 2) / (2 + 1e-5) ** 0.5)
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("cls", [nn.GroupNorm, nn.InstanceNorm2d], ids=lambda cls: cls.__name__)
-def test_a_replaced_forward_or_function_runs(cls, monkeypatch, device):
-    module = cls(2, 4) if cls is nn.GroupNorm else cls(4)
-    module = swapped(module.to(device))
-    x = torch.randn(2, 4, 3, 3, device=device)
-    with monkeypatch.context() as patch:
-        patch.setattr(F, "group_norm", lambda *args: "function")
-        patch.setattr(F, "instance_norm", lambda *args: "function")
-        assert module(x) == "function"
-    monkeypatch.setattr(cls, "forward", lambda self, x: "forward")
-    assert module(x) == "forward"
-    assert not is_fused(module)
-    assert not is_fused(swap_norms(nn.Sequential(cls(4, 4), nn.LayerNorm(4)))[0])
-
-
 @pytest.mark.cpu_operators
 @pytest.mark.parametrize(("act", "expected"), [(nn.SiLU, "silu"), (nn.Hardswish, None)])
 def test_timms_activation_is_fused(act, expected, monkeypatch, device):
@@ -660,3 +653,141 @@ def test_timms_activation_is_fused(act, expected, monkeypatch, device):
     torch.testing.assert_close(new(x), norm(x))
     assert seen == [expected, None]
     assert hooked == [1]
+
+
+# ---- The table of other libraries' classes: another source than those that it knows is left.
+
+
+@pytest.mark.parametrize("package", ["timm", "torchvision", "diffusers", "transformers"])
+def test_the_installed_version_is_known(package):
+    """The table knows the source of every class that it names. The test imports none of them."""
+    folder = Path(libraries.get(package).__file__).parent.parent
+    checked = 0
+    for (module, name), sources in table.CLASSES.items():
+        path = folder / (module.replace(".", "/") + ".py")
+        if not module.startswith(package + ".") or not path.exists():
+            continue
+        body = ast.parse(path.read_text()).body
+        functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+        of_class = [n for n in body if isinstance(n, ast.ClassDef) and n.name == name]
+        members = [n for cls in of_class for n in cls.body if isinstance(n, ast.FunctionDef)]
+        for forward in [member for member in members if member.name == "forward"]:
+            called = [functions[n] for n in source.called_names(forward) if n in functions]
+            found = source.digest_of_trees(forward, called)
+            assert found in sources, (
+                f"{module}.{name}.forward has a source that the table does not know: see what it "
+                f"computes and enter {found} into swap/table.py"
+            )
+            checked += 1
+    assert checked > 0
+
+
+def test_nothing_is_imported():
+    cls = class_of("timm.layers.norm", "LayerNorm2d")
+    before = set(sys.modules)
+    fl.swap_layer_norm(nn.Sequential(nn.LayerNorm(8), cls(8)))
+    assert set(sys.modules) == before
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "LayerNorm2d"])
+def test_fast_norm_is_timms_own(name, device):
+    cls = class_of("timm.layers.norm", name)
+    x = torch.randn(2, 8, 8, 8, device=device)
+    try:
+        importlib.import_module("timm.layers.fast_norm").set_fast_norm(True)
+        norm = cls(8).to(device)
+    finally:
+        importlib.import_module("timm.layers.fast_norm").set_fast_norm(False)
+    fast = swapped(norm)
+    with torch.autocast(device, torch.bfloat16):
+        assert fast(x).dtype == norm(x).dtype == torch.bfloat16
+        assert torch.equal(fast(x), norm(x))
+        # Each module has its own switch, which may be turned back.
+        norm._fast_norm = fast._fast_norm = False
+        assert fast(x).dtype == norm(x).dtype
+        torch.testing.assert_close(fast(x), norm(x))
+
+
+def other_version(cls, forward):
+    """The class as another version of its library would have it."""
+    members = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), members)
+
+
+class TheSame:
+    def forward(self: Any, x) -> "torch.Tensor":
+        """With a docstring."""
+        # And a comment.
+        x = x.permute(
+            0,
+            2, 3, 1,
+        )  # fmt: skip
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+        x = x.permute(0, 3, 1, 2)
+        return x
+
+
+class Another:
+    def forward(self: Any, x):
+        x = x.permute(0, 2, 3, 1)
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 2 * self.eps)
+        x = x.permute(0, 3, 1, 2)
+        return x
+
+
+def test_another_source_is_left_alone_and_named(caplog):
+    cls = class_of("torchvision.models.convnext", "LayerNorm2d")
+    x = torch.randn(2, 8, 3, 5)
+    known = nn.Sequential(other_version(cls, TheSame.forward)(8))
+    unknown = nn.Sequential(other_version(cls, Another.forward)(8), nn.LayerNorm(5))
+    expected = unknown(x)
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        assert is_fused(fl.swap_layer_norm(known)[0])
+        assert not caplog.records
+        fl.swap_layer_norm(unknown)
+        fl.swap_layer_norm(unknown, predicate=lambda name, module: True)
+    assert not is_fused(unknown[0])
+    torch.testing.assert_close(unknown(x), expected)
+    assert len(caplog.records) == 2
+    for record in caplog.records:
+        assert "1 torchvision.models.convnext.LayerNorm2d" in record.getMessage()
+        assert "source of its forward" in record.getMessage()
+
+
+@pytest.mark.parametrize("how", ["no source", "wrapped"])
+def test_a_forward_without_a_source_of_its_own_is_left_alone(how):
+    """Libraries may patch a class with functools.wraps. inspect then finds the wrapped source."""
+    cls = class_of("torchvision.models.convnext", "LayerNorm2d")
+    names: dict[str, Any] = {}
+    exec("def forward(self, x):\n    return x", names)
+
+    @functools.wraps(cls.forward)
+    def patched(self, x):
+        return 2 * cls.forward(self, x)
+
+    forward = patched if how == "wrapped" else names["forward"]
+    model = nn.Sequential(other_version(cls, forward)(8), nn.LayerNorm(8))
+    fl.swap_layer_norm(model)
+    assert [is_fused(module) for module in model] == [False, True]
+
+
+def test_a_function_that_is_called_counts(monkeypatch):
+    cls = class_of("timm.layers.norm", "LayerNormExp2d")
+    module = sys.modules[cls.__module__]
+
+    def _layer_norm_cf(x, weight, bias, eps):
+        return x
+
+    _layer_norm_cf.__module__ = module.__name__
+    before = digest(cls)
+    monkeypatch.setattr(module, "_layer_norm_cf", _layer_norm_cf)
+    assert digest(cls) != before
+
+
+def test_super_is_nn_layer_norm():
+    """A forward that calls super's is known to the table only if super is nn.LayerNorm."""
+    cls = class_of("diffusers.models.unets.unet_stable_cascade", "SDCascadeLayerNorm")
+    assert digest(cls) in table.CLASSES[cls.__module__, cls.__name__]
+    over_another = type(cls.__name__, (cls, OwnForward), {"__module__": cls.__module__})
+    assert digest(over_another) is None
