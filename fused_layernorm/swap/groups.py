@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import calls, stock
+from ..compile import choice
 from ..groups import FusedGroupNorm, ada_group_norm, as_pytorch_reads, group_norm, has_one_value
 from ..modules import is_bare
 from ..ops.formulas import activate
@@ -87,6 +88,9 @@ def of_group_norm(
     weight, bias = self.weight, self.bias
     if not _is_supported(self, input, weight, bias) or has_one_value(input, self.num_groups):
         return None
+    fuses = activation is not None
+    if choice.leaves_groups(input, self.num_groups, weight, bias, fuses=fuses):
+        return None
     x, norm = read(input), (weight, bias, self.eps)
     return group_norm(x, self.num_groups, *norm, activation=activation)
 
@@ -101,6 +105,8 @@ def instance_norm(self: Any, input: Tensor, activation: str | None = None) -> Te
         return None
     samples, channels, *positions = input.shape
     if samples == 0 or channels != self.num_features or math.prod(positions) < 2:
+        return None
+    if choice.leaves_groups(input, channels, weight, bias, fuses=activation is not None):
         return None
     norm, x = (weight, bias, self.eps), input.contiguous()
     if not torch.is_autocast_enabled(input.device.type):
@@ -173,6 +179,8 @@ def modulated(
         or one.shape[2:].numel() != 1
         for one in numbers
     ):
+        return None
+    if choice.leaves_groups(x, num_groups, *tensors[1:], fuses=True):
         return None
     norm = (num_groups, shift, scale, weight, bias, eps)
     return ada_group_norm(x, *norm, activation=activation)
