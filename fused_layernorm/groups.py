@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from . import calls, stock
 from .calls import plain
+from .compile import choice
 from .modules import Norm, forward_of
 from .ops import arguments, formulas, groups
 from .ops.groups import GroupArguments
@@ -209,7 +210,9 @@ class FusedGroupNorm(Norm, nn.GroupNorm):
 
     def _is_known(self, input: Any) -> bool:
         is_known = F.group_norm is stock.group_norm and super()._is_known(input)
-        return is_known and not has_one_value(input, self.num_groups)
+        if not is_known or has_one_value(input, self.num_groups):
+            return False
+        return not choice.leaves_groups(input, self.num_groups, self.weight, self.bias)
 
     def _fused(self, input: Tensor) -> Tensor:
         x = as_pytorch_reads(input) if self._is_swapped else input

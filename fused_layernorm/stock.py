@@ -90,10 +90,9 @@ _PLAIN = (Tensor, nn.Parameter, type(None))
 without_function_modes = torch._C.DisableTorchFunction
 
 
-def has_foreign_mode() -> bool:
-    """Whether a TorchFunctionMode is in force that is not PyTorch's own, as those of
-    torch.set_default_device and torch.export are."""
-    count = _function_modes()
+def has_foreign_mode(count: int) -> bool:
+    """Whether one of the TorchFunctionModes in force, of which there are so many, is not PyTorch's
+    own, as those of torch.set_default_device and torch.export are."""
     while count:
         count -= 1
         if not type(_function_mode_at(count)).__module__.startswith("torch."):
@@ -111,7 +110,8 @@ def has_device_mode_alone() -> bool:
 def _are_known(values: Sequence[Any]) -> bool:
     if not all(_is_known(type(value)) for value in values):
         return False
-    if not _is_compiling() and has_foreign_mode():  # Dynamo traces through the modes that it knows
+    # Dynamo traces through the modes that it knows.
+    if not _is_compiling() and has_foreign_mode(_function_modes()):
         return False
     return not any(isinstance(value, Tensor) and value.is_nested for value in values)
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from captured import passing
 from compiling import EAGER, afresh, assert_same, everywhere, recording  # noqa: F401
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -343,6 +344,52 @@ def test_options_under_plain_compile(device, options, dynamic):
     torch.testing.assert_close(compiled(x, w, options), function(x, w, options))
     with torch.autocast(device, torch.bfloat16):
         torch.testing.assert_close(compiled(x, w, options), function(x, w, options))
+
+
+@chooses
+@pytest.mark.parametrize("options", [{"scale": 2.0}, {"out_dtype": torch.bfloat16}], ids=str)
+def test_options_of_rms_norm_under_plain_compile(device, options):
+    """PyTorch's rms_norm, which Inductor fuses, has none of them."""
+    compiled = torch.compile(fused_layernorm.rms_norm, backend="aot_eager", fullgraph=True)
+    x, w = torch.randn(3, 64, device=device), torch.randn(64, device=device)
+    expected = fused_layernorm.rms_norm(x, w, 1e-6, **options)
+    torch.testing.assert_close(compiled(x, w, 1e-6, **options), expected)
+
+
+# The module, the shape of its input, and our operators in the graph of a forward pass alone.
+FORWARD_ALONE = {
+    "rows of a power of two": (lambda: nn.LayerNorm(64), (3, 64), 0),
+    "other rows": (lambda: nn.LayerNorm(96), (3, 96), 1),
+    "small groups": (lambda: nn.GroupNorm(1, 4), (1, 4, 256, 256), 0),
+    "large groups": (lambda: nn.GroupNorm(1, 4), (1, 4, 512, 256), 1),
+    "small and SiLU": (lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.SiLU()), (1, 4, 128, 64), 0),
+    "large and SiLU": (lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.SiLU()), (1, 4, 256, 128), 1),
+    "small instances": (lambda: nn.InstanceNorm2d(2), (1, 2, 256, 256), 0),
+    "large instances": (lambda: nn.InstanceNorm2d(2), (1, 2, 512, 512), 1),
+}  # fmt: skip
+
+
+@chooses
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize("name", FORWARD_ALONE)
+def test_swapped_modules_that_are_not_worth_it_forward(device, name):
+    """They are traced as written, where Inductor fuses more than a kernel gains."""
+    make, shape, count = FORWARD_ALONE[name]
+    model = nn.Sequential(make()).to(device)
+    swapped = fused_layernorm.swap_norms(copy.deepcopy(model), neighbours=True)
+    x = torch.randn(shape, device=device)
+
+    def operators(x):
+        torch._dynamo.reset()
+        found = targets_of(swapped, x)
+        torch.testing.assert_close(swapped(x), model(x), rtol=1e-4, atol=1e-4)
+        return len(found)
+
+    assert operators(x.clone().requires_grad_()) == 1
+    with torch.no_grad():
+        assert operators(x) == count
+    swapped.requires_grad_(False)
+    assert operators(x) == count, "nothing wants a gradient"
 
 
 @chooses

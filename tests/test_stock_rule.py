@@ -267,6 +267,24 @@ def test_modes_of_functions(kind, device):
         assert device == "cuda" or operators_of(lambda: new(x))
 
 
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, GROUPS["group"]])
+def test_a_mode_and_a_replaced_forward(monkeypatch, kind):
+    """And parameters that are not where the class keeps them."""
+    x, new = torch.randn(2, D), swapped(kind(D))
+    cls, weight = type(new)._stock, new.weight * 3
+    with Records() as seen:
+        expected = new(x)
+    del new.weight
+    new.weight = weight
+    with Records() as again:
+        y = new(x)
+    assert again.seen == seen.seen
+    torch.testing.assert_close(y, 3 * expected, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(cls, "forward", lambda self, x: x)
+    with Records():
+        assert new(x) is x
+
+
 @pytest.mark.parametrize("operators", [False, True])
 @pytest.mark.parametrize(
     ("make_it", "name"),

@@ -60,6 +60,8 @@ def _check_types(a: Arguments) -> None:
 
 def _has_own_norm(a: Arguments) -> bool:
     """Whether PyTorch's own norm has all that this one has, and gives it input's dtype."""
+    if a.out_dtype is not None or not _is_one(a.output_scale):
+        return False
     if not a.is_rms:
         return a.weight_offset == 0 and not a.round_before_weight
     return (
@@ -67,6 +69,12 @@ def _has_own_norm(a: Arguments) -> bool:
         and a.weight_offset == 0
         and (a.weight is None or (a.weight.dtype is a.input.dtype and not a.round_before_weight))
     )
+
+
+def _is_one(scale: float) -> bool:
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(scale) and scale == 1.0
 
 
 def is_inductors_rms_norm(x: Tensor) -> bool:
@@ -79,17 +87,47 @@ def of_gated(x: Tensor, group_size: Any) -> str:
     return _choice_of(x, group_size, "GATED", False, 1.0, "rms") if CHOOSES else "KERNEL"
 
 
+def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: bool = False) -> bool:
+    """Whether Dynamo traces a swapped group norm of x as its class writes it.
+
+    others: what else may want a gradient. fuses: whether more than the norm is one call.
+    """
+    if not (torch.compiler.is_dynamo_compiling() and CHOOSES and x.device.type in rules.DEVICES):
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    size = math.prod(x.shape[1:]) // num_groups
+    if not has_static_value(size):
+        return False
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    statistic = "instance" if num_groups == x.shape[1] else "layer"
+    given = (False, deterministic, False, statistic, _differentiates(x, *others), not fuses)
+    return _choice("GROUPS", index(size), *given) == "PYTORCH"
+
+
+def _differentiates(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def _choice_for(a: Arguments) -> str:
     if not CHOOSES or a.input.dim() < a.normalized_ndim or a.keeps_order:
         return "KERNEL"
     fusion = "RESIDUAL" if a.residual is not None else "ACTIVATED" if a.activation else "PLAIN"
     may_be_cast = fusion == "PLAIN" and a.out_dtype is None
     cols = math.prod(a.normalized_shape)
-    return _choice_of(a.input, cols, fusion, may_be_cast, a.output_scale, a.statistic)
+    differentiates = _differentiates(a.input, a.residual, a.weight, a.bias)
+    last = (a.output_scale, a.statistic, differentiates)
+    return _choice_of(a.input, cols, fusion, may_be_cast, *last)
 
 
 def _choice_of(
-    x: Tensor, cols: int, fusion: str, may_be_cast: bool, scale: float, statistic: str
+    x: Tensor,
+    cols: int,
+    fusion: str,
+    may_be_cast: bool,
+    scale: float,
+    statistic: str,
+    differentiates: bool = True,
 ) -> str:
     """What the rules choose for a norm of x that Dynamo traces; the kernel, if they are not asked.
 
@@ -101,21 +139,28 @@ def _choice_of(
     if device not in rules.DEVICES or not has_static_value(cols):
         return "KERNEL"
     casts = may_be_cast and has_autocast(device) and torch.is_autocast_enabled(device)
-    casts = bool(casts and has_static_value(scale) and scale == 1.0)
+    casts = bool(casts and _is_one(scale))
     is_apart = not has_static_value(stride) or index(stride) != 1
     deterministic = torch.are_deterministic_algorithms_enabled()
     # In Dynamo of torch 2.11, int(cols) would be no constant.
-    return _choice(fusion, index(cols), is_apart, deterministic, casts, statistic)
+    return _choice(fusion, index(cols), is_apart, deterministic, casts, statistic, differentiates)
 
 
 def _choice(
-    fusion: str, cols: int, is_apart: bool, deterministic: bool, casts: bool, statistic: str
+    fusion: str,
+    cols: int,
+    is_apart: bool,
+    deterministic: bool,
+    casts: bool,
+    statistic: str,
+    differentiates: bool,
+    has_neighbours: bool = True,
 ) -> str:
     # If Dynamo of torch 2.11 traced is_exporting(), it would be true in every graph.
     if torch.compiler.is_exporting():
         return rules.Choice.KERNEL.name
-    given = (rules.Fusion[fusion], cols, True, is_apart, True, deterministic, casts, statistic)
-    return rules.choose(rules.Problem(*given, is_call=True)).choice.name
+    given = (rules.Fusion[fusion], cols, has_neighbours, is_apart, True, deterministic, casts)
+    return rules.choose(rules.Problem(*given, statistic, True, differentiates)).choice.name
 
 
 def has_autocast(device_type: str) -> bool:

@@ -145,6 +145,7 @@ def _while_as_read(made: Any, fused: Forward) -> Forward:
 
 _PARAMETERS = {nn.Parameter, type(None)}
 _is_compiling = torch.compiler.is_dynamo_compiling
+_function_modes = torch._C._len_torch_function_stack
 
 
 def _or_stock(swapped: Any) -> Forward:
@@ -193,9 +194,6 @@ def _or_stock(swapped: Any) -> Forward:
     def of_any_call(self: Any, x: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args = () if x is None and not rest else (x, *rest)
         unfused = cls.forward if own is None else own
-        # Asked first: under such a mode each access to a tensor costs the host microseconds.
-        if not _is_compiling() and stock.has_foreign_mode():
-            return unfused(self, *args, **kwargs)
         if is_plain_but_for_a_device_mode(self, x, rest or kwargs):
             with stock.without_function_modes():
                 known = is_plain(self, x)
@@ -209,9 +207,17 @@ def _or_stock(swapped: Any) -> Forward:
         found = fused(self, *args, **kwargs) if known else None
         return unfused(self, *args, **kwargs) if found is None else found
 
+    modes, is_compiling, has_foreign_mode = _function_modes, _is_compiling, stock.has_foreign_mode
+
     # torch.jit.script compiles the source of the function that this one wraps, with the globals of
     # this one. So they are made the stock forward's, and this one reads none.
     def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
+        # Asked first: under such a mode each access to a tensor costs the host microseconds.
+        if not is_compiling() and (count := modes()) and has_foreign_mode(count):
+            unfused = cls.forward if own is None else own
+            if not rest and not kwargs and x is not None:
+                return unfused(self, x)
+            return unfused(self, *(() if x is None and not rest else (x, *rest)), **kwargs)
         if rest or kwargs or not is_plain(self, x):
             return of_any_call(self, x, rest, kwargs)
         found = fused(self, x)

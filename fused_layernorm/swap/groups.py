@@ -9,17 +9,20 @@ writes contiguous and channels_last tensors, its instance_norm contiguous ones.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import stock
+from .. import calls, stock
+from ..compile import choice
 from ..groups import FusedGroupNorm, ada_group_norm, as_pytorch_reads, group_norm, has_one_value
 from ..modules import is_bare
 from ..ops.formulas import activate
 from .classes import must_be_called
+from .forwards import parameter
 
 # torch.fx.symbolic_trace records each of these as one call.
 torch.fx.wrap("group_norm")
@@ -67,12 +70,12 @@ def is_plain_group_norm(norm: Any, cls: Any = None) -> bool:
     return is_ours and (cls is not type(norm) or is_bare(norm))
 
 
-def _is_supported(self: Any, x: Any) -> bool:
+def _is_supported(self: Any, x: Any, weight: Any, bias: Any) -> bool:
     if F.group_norm is not stock.group_norm or F.instance_norm is not stock.instance_norm:
         return False
     if isinstance(x, torch.fx.Proxy):
         return True
-    return x.dim() > 1 and stock.norm_is_supported(x, self.weight, self.bias, self.eps)
+    return x.dim() > 1 and stock.norm_is_supported(x, weight, bias, self.eps)
 
 
 def of_group_norm(
@@ -82,27 +85,41 @@ def of_group_norm(
 
     `read` gives the input in the order of memory of the result.
     """
-    if not _is_supported(self, input) or has_one_value(input, self.num_groups):
+    weight, bias = self.weight, self.bias
+    if not _is_supported(self, input, weight, bias) or has_one_value(input, self.num_groups):
         return None
-    x, norm = read(input), (self.weight, self.bias, self.eps)
+    fuses = activation is not None
+    if choice.leaves_groups(input, self.num_groups, weight, bias, fuses=fuses):
+        return None
+    x, norm = read(input), (weight, bias, self.eps)
     return group_norm(x, self.num_groups, *norm, activation=activation)
 
 
 def instance_norm(self: Any, input: Tensor, activation: str | None = None) -> Tensor | None:
     """Without running statistics; what the class refuses, or warns of, is its own, and so is an eps
     of zero: PyTorch's batch norm, which it calls, has 0 for the rstd of a constant channel then."""
-    dims = self._get_no_batch_dim() + 1
-    if not stock.has_kernels(input) or not _is_supported(self, input) or input.dim() != dims:
+    weight, bias = parameter(self, "weight"), parameter(self, "bias")
+    if not stock.has_kernels(input) or input.dim() != self._get_no_batch_dim() + 1 or self.eps == 0:
         return None
-    channels, positions = input.shape[1], input[0, 0].numel() if input.numel() > 0 else 0
-    if channels != self.num_features or positions < 2 or has_running_statistics(self):
+    if not _is_supported(self, input, weight, bias) or has_running_statistics(self):
         return None
-    if self.eps == 0:
+    samples, channels, *positions = input.shape
+    if samples == 0 or channels != self.num_features or math.prod(positions) < 2:
         return None
-    norm, x = (self.weight, self.bias, self.eps), input.contiguous()
+    if choice.leaves_groups(input, channels, weight, bias, fuses=activation is not None):
+        return None
+    norm, x = (weight, bias, self.eps), input.contiguous()
+    if not torch.is_autocast_enabled(input.device.type):
+        return group_norm(x, channels, *norm, activation=activation)
     # Autocast makes group_norm float32, and lets instance_norm be.
-    out_dtype = input.dtype if torch.is_autocast_enabled(input.device.type) else None
-    return group_norm(x, channels, *norm, activation=activation, out_dtype=out_dtype)
+    if calls.is_compiling():
+        return group_norm(x, channels, *norm, activation=activation, out_dtype=input.dtype)
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return group_norm(x, channels, *norm, activation=activation)
+
+
+_KEYS = torch._C.DispatchKey
+_AUTOCAST = torch._C.DispatchKeySet(_KEYS.AutocastCUDA) | torch._C.DispatchKeySet(_KEYS.AutocastCPU)
 
 
 def has_running_statistics(module: Any) -> bool:
@@ -162,6 +179,8 @@ def modulated(
         or one.shape[2:].numel() != 1
         for one in numbers
     ):
+        return None
+    if choice.leaves_groups(x, num_groups, *tensors[1:], fuses=True):
         return None
     norm = (num_groups, shift, scale, weight, bias, eps)
     return ada_group_norm(x, *norm, activation=activation)
