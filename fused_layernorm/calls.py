@@ -117,7 +117,9 @@ def _check_plain(given: Any) -> None:
     """Says what is wrong with a call of `plain`."""
     is_rms, input, over, weight, bias, eps, is_group = given
     if is_group:
-        groups.check(groups.GroupArguments(input, over, None, None, weight, bias, eps))
+        arguments.check_group_norm(
+            groups.GroupArguments(input, over, None, None, weight, bias, eps)
+        )
         return
     ndim = normalized_ndim(input, weight, bias, over)
     eps, statistic = (arguments.rms_eps(eps, input), "rms") if is_rms else (eps, "layer")
@@ -215,9 +217,8 @@ def run(a: Arguments) -> Any:
             is_half = residual is not None and residual.dtype in arguments.HALF
             if not is_half and stock.differentiates(a.input):
                 arguments.check(a)
-                y, *others = formulas.forward(a, exact=False)
-                y = formulas.laid_out(y, a.input, a.keeps_order)
-                return y if residual is None else (y, others[0].contiguous())
+                y, *others = formulas.computed(formulas.forward, a)
+                return y if residual is None else (y, others[0])
         if gate is None and a.shift is None and a.scale is None:
             call = _layer_norm if residual is None else _add_layer_norm
         else:
@@ -247,8 +248,7 @@ def call(
     try:
         if family is not None and stock.differentiates(a.input):
             check(a)
-            y = family.formula(a, exact=False)[0]
-            return formulas.laid_out(y, a.input, family.keeps_order)
+            return formulas.computed(family.formula, a, family.keeps_order)[0]
         return operator._op(*a)  # skips OpOverload.__call__, which costs half a microsecond
     except Exception as error:
         raise arguments.explain(error, a, check) from None
