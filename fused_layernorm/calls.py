@@ -121,46 +121,10 @@ def _check_plain(given: Any) -> None:
             groups.GroupArguments(input, over, None, None, weight, bias, eps)
         )
         return
-    ndim = normalized_ndim(input, weight, bias, over)
+    ndim = arguments.normalized_ndim(input, weight, bias, over)
     eps, statistic = (arguments.rms_eps(eps, input), "rms") if is_rms else (eps, "layer")
     norm = {"weight": weight, "bias": bias, "normalized_ndim": ndim, "eps": eps}
     arguments.check(describe(input, **norm, statistic=statistic))
-
-
-_INTS = {int}
-
-
-def normalized_ndim(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    normalized_shape: Any,
-    dim: int | None = None,
-    default: int | None = None,
-) -> int:
-    """How many dimensions a call normalizes over, from its normalized_shape or a parameter.
-
-    default: for a call that has neither.
-    """
-    if dim is not None:
-        arguments.check_dim(input, weight, bias, dim, normalized_shape)
-        return 1
-    if normalized_shape is None:
-        parameter = bias if weight is None else weight
-        if parameter is None:
-            if default is not None:
-                return default
-        elif type(parameter) in _OWN and (ndim := parameter.dim()):
-            return ndim
-    elif type(normalized_shape) is tuple and type(input) is Tensor and not is_compiling():
-        try:
-            ndim = len(normalized_shape)
-            if {*map(type, normalized_shape)} == _INTS and input.shape[-ndim:] == normalized_shape:
-                return ndim
-        except RuntimeError:  # a nested tensor has no shape
-            pass
-    arguments.check_tensor("input", input)
-    return arguments.normalized_ndim(input, weight, bias, normalized_shape)
 
 
 def _call_of(operator: Operator) -> Callable[[Arguments], Any]:

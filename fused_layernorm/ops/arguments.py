@@ -165,20 +165,41 @@ def broadcasts(tensor: Tensor, input: Tensor) -> bool:
     return True
 
 
+_compiles = torch.compiler.is_dynamo_compiling
+_INTS = {int}
+
+
 def normalized_ndim(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, normalized_shape: Any
+    input: Any,
+    weight: Any,
+    bias: Any,
+    normalized_shape: Any,
+    dim: int | None = None,
+    default: int | None = None,
 ) -> int:
-    """The number of trailing dimensions to normalize over, from normalized_shape or a parameter."""
+    """How many dimensions a call normalizes over, by its normalized_shape or else a parameter."""
+    if dim is not None:
+        check_dim(input, weight, bias, dim, normalized_shape)
+        return 1
     if normalized_shape is None:
-        parameter = bias if weight is None else weight
+        name, parameter = ("bias", bias) if weight is None else ("weight", weight)
+        if isinstance(parameter, Tensor) and (ndim := parameter.dim()):
+            return ndim
+        if parameter is None and default is not None:
+            return default
+        check_tensor("input", input)
         if parameter is None:
             raise ValueError("expected normalized_shape, weight or bias, got none of them")
-        if not isinstance(parameter, Tensor):
-            check_tensor("bias" if weight is None else "weight", parameter)
-        if parameter.dim() == 0:
-            name = "bias" if weight is None else "weight"
-            raise RuntimeError(f"expected {name} to have at least one dimension, got a scalar")
-        return parameter.dim()
+        check_tensor(name, parameter)
+        raise RuntimeError(f"expected {name} to have at least one dimension, got a scalar")
+    if type(normalized_shape) is tuple and type(input) is Tensor and not _compiles():
+        try:
+            ndim = len(normalized_shape)
+            if {*map(type, normalized_shape)} == _INTS and input.shape[-ndim:] == normalized_shape:
+                return ndim
+        except RuntimeError:  # a nested tensor has no shape
+            pass
+    check_tensor("input", input)
     if isinstance(normalized_shape, (int, torch.SymInt)):
         shape: tuple[int | torch.SymInt, ...] = (normalized_shape,)
     elif hasattr(normalized_shape, "__iter__"):
@@ -195,8 +216,7 @@ def normalized_ndim(
             raise TypeError(
                 f"expected normalized_shape to hold ints, got an element of {type(size).__name__}"
             )
-    # `check` says what is wrong with an input of fewer dimensions.
-    if isinstance(input, Tensor) and not input.is_nested and input.dim() >= len(shape):
+    if input.dim() >= len(shape):  # `check` says what is wrong with an input of fewer
         last = tuple(input.shape[-len(shape) :])
         if last != shape:
             raise RuntimeError(
