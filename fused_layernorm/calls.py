@@ -117,48 +117,14 @@ def _check_plain(given: Any) -> None:
     """Says what is wrong with a call of `plain`."""
     is_rms, input, over, weight, bias, eps, is_group = given
     if is_group:
-        groups.check(groups.GroupArguments(input, over, None, None, weight, bias, eps))
+        arguments.check_group_norm(
+            groups.GroupArguments(input, over, None, None, weight, bias, eps)
+        )
         return
-    ndim = normalized_ndim(input, weight, bias, over)
+    ndim = arguments.normalized_ndim(input, weight, bias, over)
     eps, statistic = (arguments.rms_eps(eps, input), "rms") if is_rms else (eps, "layer")
     norm = {"weight": weight, "bias": bias, "normalized_ndim": ndim, "eps": eps}
     arguments.check(describe(input, **norm, statistic=statistic))
-
-
-_INTS = {int}
-
-
-def normalized_ndim(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    normalized_shape: Any,
-    dim: int | None = None,
-    default: int | None = None,
-) -> int:
-    """How many dimensions a call normalizes over, from its normalized_shape or a parameter.
-
-    default: for a call that has neither.
-    """
-    if dim is not None:
-        arguments.check_dim(input, weight, bias, dim, normalized_shape)
-        return 1
-    if normalized_shape is None:
-        parameter = bias if weight is None else weight
-        if parameter is None:
-            if default is not None:
-                return default
-        elif type(parameter) in _OWN and (ndim := parameter.dim()):
-            return ndim
-    elif type(normalized_shape) is tuple and type(input) is Tensor and not is_compiling():
-        try:
-            ndim = len(normalized_shape)
-            if {*map(type, normalized_shape)} == _INTS and input.shape[-ndim:] == normalized_shape:
-                return ndim
-        except RuntimeError:  # a nested tensor has no shape
-            pass
-    arguments.check_tensor("input", input)
-    return arguments.normalized_ndim(input, weight, bias, normalized_shape)
 
 
 def _call_of(operator: Operator) -> Callable[[Arguments], Any]:
@@ -215,9 +181,8 @@ def run(a: Arguments) -> Any:
             is_half = residual is not None and residual.dtype in arguments.HALF
             if not is_half and stock.differentiates(a.input):
                 arguments.check(a)
-                y, *others = formulas.forward(a, exact=False)
-                y = formulas.laid_out(y, a.input, a.keeps_order)
-                return y if residual is None else (y, others[0].contiguous())
+                y, *others = formulas.computed(formulas.forward, a)
+                return y if residual is None else (y, others[0])
         if gate is None and a.shift is None and a.scale is None:
             call = _layer_norm if residual is None else _add_layer_norm
         else:
@@ -247,8 +212,7 @@ def call(
     try:
         if family is not None and stock.differentiates(a.input):
             check(a)
-            y = family.formula(a, exact=False)[0]
-            return formulas.laid_out(y, a.input, family.keeps_order)
+            return formulas.computed(family.formula, a, family.keeps_order)[0]
         return operator._op(*a)  # skips OpOverload.__call__, which costs half a microsecond
     except Exception as error:
         raise arguments.explain(error, a, check) from None

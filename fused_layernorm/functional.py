@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .calls import normalized_ndim, plain, run
+from .calls import plain, run
 from .gated import norm_in_groups
 from .ops import arguments
-from .ops.arguments import rms_eps
+from .ops.arguments import normalized_ndim, rms_eps
 from .ops.operators import describe
 
 _is_compiling = torch.compiler.is_dynamo_compiling

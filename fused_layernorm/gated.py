@@ -99,7 +99,7 @@ def run(a: GatedArguments) -> Tensor:
         if input.dim() and choice.of_gated(input, a.group_size or input.shape[-1]) != "KERNEL":
             operator = VARIANTS[operator]
         return operator(*a)
-    found: Tensor = calls.call(operator, a, gated.check, _in_pytorch, gated.FAMILY)
+    found: Tensor = calls.call(operator, a, arguments.check, _in_pytorch, gated.FAMILY)
     return found
 
 
@@ -113,8 +113,8 @@ def _settled(a: GatedArguments) -> GatedArguments:
     arguments.check_tensor("gate", a.gate)
     tensors = zip(a._fields[2:4], a[2:4], strict=True)
     arguments.check_types(tensors, eps=a.eps, weight_offset=a.weight_offset)
-    gated.check_activation(a.gate_activation)
-    return a._replace(group_size=gated.check_group_size(a.group_size, None))
+    arguments.check_gate_activation(a.gate_activation)
+    return a._replace(group_size=arguments.check_group_size(a.group_size, None))
 
 
 def norm_in_groups(a: Arguments, group_size: Any) -> Tensor:
@@ -127,7 +127,7 @@ def norm_in_groups(a: Arguments, group_size: Any) -> Tensor:
     if choice.has_autocast(device) and torch.is_autocast_enabled(device):
         a = under_autocast(a)
     arguments.check(a)
-    size = gated.check_group_size(group_size, input.shape[-1])
+    size = arguments.check_group_size(group_size, input.shape[-1])
     rows = input.unflatten(-1, (input.shape[-1] // size, size))
     if a.weight is None and a.bias is None:
         found: Tensor = calls.run(a._replace(input=rows, out_dtype=a.y_dtype))

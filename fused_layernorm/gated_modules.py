@@ -11,7 +11,7 @@ from torch import Tensor
 from .functional import rms_norm
 from .gated import rms_norm_gated
 from .modules import FusedRMSNorm
-from .ops import gated
+from .ops import arguments
 
 # torch.fx.symbolic_trace records each of these as one call.
 torch.fx.wrap("rms_norm")
@@ -62,8 +62,8 @@ class FusedRMSNormGated(FusedRMSNorm):
             round_before_weight=round_before_weight,
             out_dtype=out_dtype,
         )
-        gated.check_activation(gate_activation)
-        gated.check_group_size(group_size, self.normalized_shape[-1])
+        arguments.check_gate_activation(gate_activation)
+        arguments.check_group_size(group_size, self.normalized_shape[-1])
         self.gate_first = gate_first
         self.gate_activation = gate_activation
         self.group_size = group_size

@@ -127,7 +127,9 @@ def _run(a: GroupArguments) -> Tensor:
     a = _settled(a)
     if _is_compiling():
         return groups.group_norm(*a)
-    found: Tensor = calls.call(groups.group_norm, a, groups.check, _in_onnx, groups.FAMILY)
+    found: Tensor = calls.call(
+        groups.group_norm, a, arguments.check_group_norm, _in_onnx, groups.FAMILY
+    )
     return found
 
 
@@ -136,9 +138,9 @@ def _settled(a: GroupArguments) -> GroupArguments:
     arguments.check_tensor("input", a.input)
     tensors = zip(a._fields[2:6], a[2:6], strict=True)
     arguments.check_types(tensors, eps=a.eps, scale=a.output_scale)
-    a = a._replace(num_groups=groups.check_groups(a.num_groups))
+    a = a._replace(num_groups=arguments.check_num_groups(a.num_groups))
     if has_one_value(a.input, a.num_groups):
-        groups.check(a)
+        arguments.check_group_norm(a)
         raise ValueError(
             f"expected more than one value in a group, got input of shape {[*a.input.shape]} and "
             f"num_groups {a.num_groups}"
@@ -203,7 +205,7 @@ class FusedGroupNorm(Norm, nn.GroupNorm):
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
-        self._take(activation, scale, out_dtype, groups.ACTIVATIONS)
+        self._take(activation, scale, out_dtype, arguments.OF_GROUPS)
 
     # The result of a swapped module lies as that of nn.GroupNorm.
     forward = forward_of(GroupNorm, "group_norm", "num_groups", as_pytorch_reads)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import calls, modules
+from .ops import arguments
 from .ops.operators import describe
 
 
@@ -57,7 +58,7 @@ class _Slot(modules.Norm):
             wide = torch.promote_types(weight.dtype, torch.float32)
             weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
         a = describe(input, weight=weight, bias=bias, eps=norm.eps)
-        a.normalized_ndim = calls.normalized_ndim(input, weight, bias, norm.normalized_shape)
+        a.normalized_ndim = arguments.normalized_ndim(input, weight, bias, norm.normalized_shape)
         a.statistic, a.weight_offset = "rms" if bias is None else "layer", norm.weight_offset
         found: Tensor = calls.run(a)
         return found

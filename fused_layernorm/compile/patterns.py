@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from ..ops import arguments, groups
+from ..ops import arguments
 from .reading import Call, before_casts, is_number, is_tensor, origin, read
 
 # How the variance is written, and the mean square of RMSNorm.
@@ -52,7 +52,7 @@ ACTIVATIONS = {
     **{f"{name}(norm)": name for name in arguments.ACTIVATIONS},
     "norm * sigmoid(norm)": "silu",
 }
-GROUP_ACTIVATIONS = {**{f"{name}(norm)": name for name in groups.ACTIVATIONS}, **ACTIVATIONS}
+GROUP_ACTIVATIONS = {**{f"{name}(norm)": name for name in arguments.OF_GROUPS}, **ACTIVATIONS}
 FACTORS = ("norm * factor",)
 
 _NUMBERS = ("eps", "factor")

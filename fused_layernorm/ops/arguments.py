@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
+OF_GROUPS = (*ACTIVATIONS, "leaky_relu")
+GATES = ("silu", "sigmoid")
 STATISTICS = ("layer", "rms")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 HALF = (torch.float16, torch.bfloat16)
@@ -163,20 +165,41 @@ def broadcasts(tensor: Tensor, input: Tensor) -> bool:
     return True
 
 
+_compiles = torch.compiler.is_dynamo_compiling
+_INTS = {int}
+
+
 def normalized_ndim(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, normalized_shape: Any
+    input: Any,
+    weight: Any,
+    bias: Any,
+    normalized_shape: Any,
+    dim: int | None = None,
+    default: int | None = None,
 ) -> int:
-    """The number of trailing dimensions to normalize over, from normalized_shape or a parameter."""
+    """How many dimensions a call normalizes over, by its normalized_shape or else a parameter."""
+    if dim is not None:
+        check_dim(input, weight, bias, dim, normalized_shape)
+        return 1
     if normalized_shape is None:
-        parameter = bias if weight is None else weight
+        name, parameter = ("bias", bias) if weight is None else ("weight", weight)
+        if isinstance(parameter, Tensor) and (ndim := parameter.dim()):
+            return ndim
+        if parameter is None and default is not None:
+            return default
+        check_tensor("input", input)
         if parameter is None:
             raise ValueError("expected normalized_shape, weight or bias, got none of them")
-        if not isinstance(parameter, Tensor):
-            check_tensor("bias" if weight is None else "weight", parameter)
-        if parameter.dim() == 0:
-            name = "bias" if weight is None else "weight"
-            raise RuntimeError(f"expected {name} to have at least one dimension, got a scalar")
-        return parameter.dim()
+        check_tensor(name, parameter)
+        raise RuntimeError(f"expected {name} to have at least one dimension, got a scalar")
+    if type(normalized_shape) is tuple and type(input) is Tensor and not _compiles():
+        try:
+            ndim = len(normalized_shape)
+            if {*map(type, normalized_shape)} == _INTS and input.shape[-ndim:] == normalized_shape:
+                return ndim
+        except RuntimeError:  # a nested tensor has no shape
+            pass
+    check_tensor("input", input)
     if isinstance(normalized_shape, (int, torch.SymInt)):
         shape: tuple[int | torch.SymInt, ...] = (normalized_shape,)
     elif hasattr(normalized_shape, "__iter__"):
@@ -193,8 +216,7 @@ def normalized_ndim(
             raise TypeError(
                 f"expected normalized_shape to hold ints, got an element of {type(size).__name__}"
             )
-    # `check` says what is wrong with an input of fewer dimensions.
-    if isinstance(input, Tensor) and not input.is_nested and input.dim() >= len(shape):
+    if input.dim() >= len(shape):  # `check` says what is wrong with an input of fewer
         last = tuple(input.shape[-len(shape) :])
         if last != shape:
             raise RuntimeError(
@@ -234,7 +256,8 @@ def check_options(
         known = _either([repr(known) for known in activations])
         raise ValueError(f"expected activation None, {known}, got {activation!r}")
     check_number("scale", scale)
-    if isinstance(scale, (int, float)) and not math.isfinite(scale):
+    # Dynamo traces no math.isfinite of a symbolic number.
+    if isinstance(scale, (int, float)) and not -math.inf < scale < math.inf:
         raise ValueError(f"expected scale to be a finite number, got {scale}")
     if out_dtype is not None and out_dtype not in DTYPES:
         name = name_of(out_dtype) if isinstance(out_dtype, torch.dtype) else repr(out_dtype)
@@ -249,23 +272,74 @@ def check_statistic(statistic: Any, weight_offset: Any, weight: Tensor | None) -
         )
     check_number("weight_offset", weight_offset)
     if isinstance(weight_offset, (int, float)):
-        if not math.isfinite(weight_offset):
+        if not -math.inf < weight_offset < math.inf:
             raise ValueError(f"expected weight_offset to be a finite number, got {weight_offset}")
         if weight_offset != 0 and weight is None:
             raise ValueError(f"expected a weight beside weight_offset {weight_offset}, got none")
 
 
+def check_num_groups(num_groups: Any) -> int:
+    groups = check_int("num_groups", num_groups)
+    if groups < 1:
+        raise RuntimeError(f"expected num_groups of at least 1, got {groups}")
+    return groups
+
+
+def check_group_size(group_size: Any, columns: Any) -> int:
+    """The group size as an int; raises if columns are not so many groups. 0 is all of them."""
+    if group_size is None:
+        return 0
+    size = check_int("group_size", group_size)
+    if size < 1:
+        raise ValueError(f"expected group_size of at least 1, got {size}")
+    if columns is not None and columns % size != 0:
+        raise ValueError(f"expected group_size that divides the {columns} columns, got {size}")
+    return size
+
+
+def check_gate_activation(activation: Any) -> None:
+    if activation not in GATES:
+        raise ValueError(f"expected gate_activation 'silu' or 'sigmoid', got {activation!r}")
+
+
+def check_group_norm(a: Any) -> None:
+    """Raises, with one sentence, if the operators of group_norm cannot take a call."""
+    input = a.input
+    check_tensor("input", input)
+    check_num_groups(a.num_groups)
+    if input.dim() < 2:
+        raise shape_error("input", "of at least two dimensions, (samples, channels, ...)", input)
+    channels = input.shape[1]
+    if channels % a.num_groups != 0:
+        raise RuntimeError(
+            f"expected num_groups that divides the {channels} channels of input, got {a.num_groups}"
+        )
+
+    def misfit(name: str, parameter: Tensor) -> str | None:
+        if name in ("weight", "bias"):
+            fits = parameter.shape == (channels,)
+            return None if fits else f"of shape {[channels]}, a number for each channel of input"
+        if parameter.shape[:2] == input.shape[:2] and all(n == 1 for n in parameter.shape[2:]):
+            return None
+        of_samples = f"of shape {list(input.shape[:2])}, a number for each channel of each sample"
+        return f"{of_samples}, which sizes of 1 may follow"
+
+    check_parameters(a, ("shift", "scale", "weight", "bias"), misfit)
+    check_options(a.activation, a.output_scale, a.out_dtype, OF_GROUPS)
+
+
 def check(a: Any) -> None:
-    """Raises if an operator cannot take these arguments; otherwise returns nothing."""
+    """The same for the operators of rows, and of gated rows, whose gate is as large as input."""
     input, residual = a.input, a.residual
     weight, bias, ndim = a.weight, a.bias, a.normalized_ndim
+    is_gated = "gate_activation" in a._fields
     check_tensor("input", input)
-    if residual is not None or a.gate is not None:
-        check_tensor("residual", residual)
-    if residual is not None:
-        check_device("residual", residual, "input", input)
-        if residual.shape != input.shape:
-            raise shape_error("residual", f"of the shape of input, {list(input.shape)}", residual)
+    if is_gated or residual is not None or a.gate is not None:
+        name, other = ("gate", a.gate) if is_gated else ("residual", residual)
+        check_tensor(name, other)
+        check_device(name, other, "input", input)
+        if other.shape != input.shape:
+            raise shape_error(name, f"of the shape of input, {list(input.shape)}", other)
     if ndim < 1:
         raise RuntimeError(f"expected at least one dimension to normalize over, got {ndim}")
     if ndim > input.dim():
@@ -286,9 +360,12 @@ def check(a: Any) -> None:
         fits = broadcasts(parameter, input)
         return None if fits else f"that broadcasts to the shape of input, {list(input.shape)}"
 
-    check_parameters(a, ("gate", "shift", "scale", "weight", "bias"), misfit)
+    check_parameters(a, ("gate", "shift", "scale", "weight", "bias")[is_gated:], misfit)
     check_options(a.activation, a.output_scale, a.out_dtype)
     check_statistic(a.statistic, a.weight_offset, weight)
+    if is_gated:
+        check_gate_activation(a.gate_activation)
+        check_group_size(a.group_size or None, input.shape[-1])
 
     if input.device.type == "cuda":
         cols = math.prod(shape)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from . import autograd, family, gated, load
+from . import autograd, family, formulas, gated, load
 from .family import Family
 from .norms import NORMS
 
@@ -28,7 +28,7 @@ class _Forward(family.Forward):
     @staticmethod
     def forward(ctx: Any, keyset: Any, of: Family, *args: Any) -> Any:
         with autograd.lower_levels():
-            found = family.by_pytorch(of, of.Call(*args))
+            found = formulas.computed(of.formula, of.Call(*args))
         return family.Forward.save(ctx, of, args, found)
 
 
@@ -43,7 +43,7 @@ def _define(of: Family) -> OpOverload:
         elif autograd.needs_grad(*family.tensors_of(a)):
             found = autograd.apply(_Forward, None, of, *a)
         else:
-            found = family.by_pytorch(of, a)
+            found = formulas.computed(of.formula, a)
         return of.without_statistics(found)
 
     load.library.impl(defined._opname, implementation, "CompositeImplicitAutograd")

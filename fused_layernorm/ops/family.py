@@ -99,21 +99,13 @@ def _of_rows(a: Any) -> Any:
 # ---- The computation in PyTorch's operators.
 
 
-def by_pytorch(family: Family, a: Any) -> Outputs:
-    """What NAME_forward gives of a call that was checked, not to be differentiated."""
-    y, *others = family.formula(a, exact=False)
-    y = laid_out(y, a.input, family.keeps_order or a.keeps_order)
-    return y, *(t.contiguous() for t in others)
-
-
 def composite(family: Family) -> Callable[..., Outputs]:
     """The implementation of NAME_forward for devices without kernels."""
 
     def implementation(*args: Any) -> Outputs:
         a = family.Call(*args)
         family.check(a)
-        formulas.warn_of_cuda(a.input)
-        return by_pytorch(family, a)
+        return formulas.computed(family.formula, a, family.keeps_order)
 
     return implementation
 

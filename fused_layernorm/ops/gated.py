@@ -2,9 +2,9 @@
 """Gated RMSNorm, the operators rms_norm_gated, rms_norm_gated_forward and rms_norm_gated_backward:
 their Python half.
 
-Here are the formula in PyTorch's operators, which computes calls off CUDA and all derivatives, and
-what calls must satisfy. csrc/bindings/cuda has the operators on CUDA, csrc/per_torch autograd and
-autocast in C++; csrc/call/schemas.h says what they give.
+Here is the formula in PyTorch's operators, which computes calls off CUDA and all derivatives.
+csrc/bindings/cuda has the operators on CUDA, csrc/per_torch autograd and autocast in C++;
+csrc/call/schemas.h says what they give.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from torch import Tensor
 from . import arguments, formulas, load
 from .family import Family, gradients, implement_backward, implement_forward
 from .formulas import acc_dtype, activate, affine, shifted, to
-from .operators import describe
 
-ACTIVATIONS = ("silu", "sigmoid")
+ACTIVATIONS = arguments.GATES
 
 # One call of rms_norm_gated. A group_size of 0 is all columns.
 GatedArguments = load.call_of(load.operators.rms_norm_gated.default)
 _BackwardArguments = load.call_of(load.operators.rms_norm_gated_backward.default)
 for _call in (GatedArguments, _BackwardArguments):
-    _call.statistic = "rms"
+    _call.statistic, _call.normalized_ndim = "rms", 1
 
 
 # ---- The computation in PyTorch's operators.
@@ -62,47 +61,9 @@ def _statistics(a: Any) -> tuple[Any, ...]:
     return (*a.input.shape[:-1], columns // a.group_size if a.group_size else 1)
 
 
-# ---- What a call must satisfy.
-
-
-def check_group_size(group_size: Any, columns: Any) -> int:
-    """The group size as an int; raises if columns are not so many groups. 0 is all of them."""
-    if group_size is None:
-        return 0
-    size = arguments.check_int("group_size", group_size)
-    if size < 1:
-        raise ValueError(f"expected group_size of at least 1, got {size}")
-    if columns is not None and columns % size != 0:
-        raise ValueError(f"expected group_size that divides the {columns} columns, got {size}")
-    return size
-
-
-def check_activation(activation: Any) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"expected gate_activation 'silu' or 'sigmoid', got {activation!r}")
-
-
-_OF_NORM = ("weight", "bias", "eps", "out_dtype", "weight_offset", "round_before_weight")
-
-
-def check(a: Any) -> None:
-    """Raises, with one sentence, if the operators cannot take these arguments."""
-    input, gate = a.input, a.gate
-    arguments.check_tensor("input", input)
-    arguments.check_tensor("gate", gate)
-    arguments.check_device("gate", gate, "input", input)
-    if gate.shape != input.shape:
-        expected = f"of the shape of input, {list(input.shape)}"
-        raise arguments.shape_error("gate", expected, gate)
-    given: Any = {name: getattr(a, name) for name in _OF_NORM}
-    arguments.check(describe(input, statistic="rms", **given))
-    check_activation(a.gate_activation)
-    check_group_size(a.group_size or None, input.shape[-1])
-
-
 FAMILY = Family(
     "rms_norm_gated",
-    check,
+    arguments.check,
     formula,
     load.operators.rms_norm_gated_backward.default,
     statistics=_statistics,

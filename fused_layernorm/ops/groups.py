@@ -2,9 +2,9 @@
 """GroupNorm: the Python half of group_norm, group_norm_forward and group_norm_backward.
 
 input is (samples, channels, ...), and the channels of a sample form groups, each with a mean and a
-variance of its own. Here are the formula in PyTorch's operators, which computes calls off CUDA and
-all derivatives, and what calls must satisfy. csrc/bindings/cuda has the operators on
-CUDA, csrc/per_torch autograd and autocast in C++; csrc/call/schemas.h says what they give.
+variance of its own. Here is the formula in PyTorch's operators, which computes calls off CUDA and
+all derivatives. csrc/bindings/cuda has the operators on CUDA, csrc/per_torch autograd and autocast
+in C++; csrc/call/schemas.h says what they give.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from .formulas import acc_dtype, affine, to
 
 _aten = torch.ops.aten
 group_norm = load.operators.group_norm.default
-
-ACTIVATIONS = (*arguments.ACTIVATIONS, "leaky_relu")
 
 GroupArguments = load.call_of(group_norm)  # one call of group_norm
 
@@ -77,46 +75,9 @@ def formula(a: Any, exact: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     return epilogue(a, z), mean, rstd
 
 
-# ---- What a call must satisfy.
-
-
-def check_groups(num_groups: Any) -> int:
-    groups = arguments.check_int("num_groups", num_groups)
-    if groups < 1:
-        raise RuntimeError(f"expected num_groups of at least 1, got {groups}")
-    return groups
-
-
-def check(a: Any) -> None:
-    """Raises, with one sentence, if the operators cannot take these arguments."""
-    input = a.input
-    arguments.check_tensor("input", input)
-    check_groups(a.num_groups)
-    if input.dim() < 2:
-        expected = "of at least two dimensions, (samples, channels, ...)"
-        raise arguments.shape_error("input", expected, input)
-    channels = input.shape[1]
-    if channels % a.num_groups != 0:
-        raise RuntimeError(
-            f"expected num_groups that divides the {channels} channels of input, got {a.num_groups}"
-        )
-
-    def misfit(name: str, parameter: Tensor) -> str | None:
-        if name in ("weight", "bias"):
-            fits = parameter.shape == (channels,)
-            return None if fits else f"of shape {[channels]}, a number for each channel of input"
-        if parameter.shape[:2] == input.shape[:2] and all(n == 1 for n in parameter.shape[2:]):
-            return None
-        of_samples = f"of shape {list(input.shape[:2])}, a number for each channel of each sample"
-        return f"{of_samples}, which sizes of 1 may follow"
-
-    arguments.check_parameters(a, ("shift", "scale", "weight", "bias"), misfit)
-    arguments.check_options(a.activation, a.output_scale, a.out_dtype, ACTIVATIONS)
-
-
 FAMILY = Family(
     "group_norm",
-    check,
+    arguments.check_group_norm,
     formula,
     load.operators.group_norm_backward.default,
     statistics=lambda a: (a.input.shape[0], a.num_groups),

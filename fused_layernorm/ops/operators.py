@@ -44,11 +44,6 @@ class Arguments(load.Record):
         given = {name: getattr(self, name) for name in self._fields}
         return describe(**{**given, **changes})
 
-    @property
-    def options(self) -> tuple[Any, ...]:
-        """All that is no tensor."""
-        return tuple(getattr(self, name) for name in self._fields if name not in TENSORS)
-
 
 def _maker() -> str:
     """The source of `describe`: of a function that takes the place of the class's constructor, in
@@ -79,10 +74,6 @@ class Operator:
         self.fields = load.fields_of(self.overload)
         # The arguments of a description, in the order of the schema.
         self.lay_out: Callable[[Arguments], tuple[Any, ...]] = attrgetter(*self.fields)
-
-    def arguments(self, *args: Any) -> Arguments:
-        """The reverse of `lay_out`; the last ones may be absent."""
-        return describe(**dict(zip(self.fields, args, strict=False)))
 
 
 LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM = FORWARD = tuple(
