@@ -97,22 +97,24 @@ def given(block, width=16, device="cpu", rows=3):
     return (x, c) if isinstance(block, Block) else (x,)
 
 
-# A block, its backend, options, whether sizes are dynamic, whether rules choose as on a GPU.
+# A block, its backend, options, whether sizes are dynamic, whether rules choose as on a GPU, and
+# whether plain calls reach the operators on the CPU too.
 THEN = "fused_layernorm.then"
-TRAINED: list[tuple[Any, str, Any, bool, bool]] = [
-    *((functools.partial(Block, 16, checkpointed), "fused_layernorm", {THEN: then}, dynamic, True)
+TRAINED: list[tuple[Any, str, Any, bool, bool, bool]] = [
+    *((functools.partial(Block, 16, checkpointed), "fused_layernorm", {THEN: then}, dynamic, True,
+       False)
       for then, checkpointed, dynamic in [
           ("eager", False, False), ("eager", True, False), ("eager", False, True),
           ("inductor", True, False), ("inductor", False, True)]),
-    *((Ours, backend, None, dynamic, chosen) for backend, dynamic, chosen in covering(
-        ["aot_eager", "inductor"], [False, True], [False, True])),
+    *((Ours, backend, None, *how) for backend, *how in covering(
+        ["aot_eager", "inductor"], [False, True], [False, True], [False, True])),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "backend", "options", "dynamic", "chosen"), TRAINED)
-def test_training(device, make, backend, options, dynamic, chosen, monkeypatch):
-    if not chosen:
-        monkeypatch.setattr(rules, "DEVICES", {"cuda"})
+@pytest.mark.parametrize(("make", "backend", "options", "dynamic", "chosen", "operators"), TRAINED)
+def test_training(device, make, backend, options, dynamic, chosen, operators, monkeypatch):
+    monkeypatch.setattr(fused_layernorm.stock, "_cpu_operators", operators)
+    monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"} if chosen else {"cuda"})
     block, how = make().to(device), {"options": options, "dynamic": dynamic}
     compiled = torch.compile(block, backend=backend, fullgraph=True, **how)
     for rows in (3, 5) if dynamic else (3,):
