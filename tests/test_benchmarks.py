@@ -67,8 +67,7 @@ def test_cases_and_their_texts():
     assert all(0.3 < (case.target or 0.5) < 1.4 for case in CASES)
     assert len({case.name for case in CASES}) == len(CASES)
     for case in (*CASES, *sweep.points()[:50]):
-        assert parse_case(case.text) == case
-        assert results.case_of(results.row_of(case)) == case
+        assert parse_case(case.text) == results.case_of(results.row_of(case)) == case
     mixed = Case("backward", 5, 7, "bfloat16", weight_dtype="float32", out_dtype="float32")
     assert parse_case("5x7 bf16+fp32>fp32 backward") == mixed
     for text in ("", "5x7 bf16", "5x7 int8 forward", "5x7 bf16 f", "5x7 bf16>fp32+fp32 forward",
@@ -111,9 +110,8 @@ def test_all_providers_compute_the_same(text, on_cpu, monkeypatch):
         for found in (first(), first()):  # a backward's first call runs forward, too
             assert tune.error(found, expected) < tolerance, name
         outputs = [found] if isinstance(found, torch.Tensor) else list(found)
-        assert [output.shape for output in outputs] == [want.shape for want in expected], name
-        dtypes = dtypes or [output.dtype for output in outputs]
-        assert [output.dtype for output in outputs] == dtypes, name
+        assert [one.shape for one in outputs] == [want.shape for want in expected], name
+        assert (dtypes := dtypes or [one.dtype for one in outputs]) == [o.dtype for o in outputs]
         assert tune.error(second(), expected) > 1e-2, "the inputs are not distinct"
 
 
@@ -124,13 +122,11 @@ def test_peers_that_are_missing_or_broken_are_named(monkeypatch):
              "gone": providers.Peer("no_such_module", "no-such-package", {}),
              "broken": providers.Peer("torch.no_such_part", "torch", {})}  # fmt: skip
     monkeypatch.setattr(providers, "PEERS", known)
-    monkeypatch.setattr(
-        providers, "PROVIDERS", {"ours": providers.ours_calls, **dict.fromkeys(known)}
-    )
-    names, problems = providers.available()
+    monkeypatch.setattr(providers, "PROVIDERS", dict.fromkeys(["ours", *known]))
+    names, (gone, broken) = providers.available()
     assert names == ["ours", "llama"]
-    assert problems[0] == "gone: no-such-package is not installed"
-    assert problems[1].startswith("broken: torch does not import: No module named 'torch.no_such")
+    assert gone == "gone: no-such-package is not installed"
+    assert broken.startswith("broken: torch does not import: No module named 'torch.no_such")
     only = providers.Peer("torch", "torch", {norm.name: lambda t: t["x"]})
     case = parse_case("6x20 float32 rms_forward")
     one = {"x": torch.ones(6, 20)}
@@ -148,12 +144,11 @@ def test_csrc_sha256_with_and_without_git(tmp_path):
         (tmp_path / name).write_text(name)
     expected = results.csrc_sha256(tmp_path)
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    (tmp_path / ".gitignore").write_text("*.o")
-    (tmp_path / "csrc" / "ignored.o").write_text("not part of the sources")
-    (tmp_path / "csrc" / "a.h").write_text("  // A comment.\ncsrc/a.h")
-    assert results.csrc_sha256(tmp_path) == expected
-    (tmp_path / "csrc" / "sub" / "c.h").write_text("changed")
-    assert results.csrc_sha256(tmp_path) != expected
+    for name, text, same in ((".gitignore", "*.o", True), ("csrc/ignored.o", "no source", True),
+                             ("csrc/a.h", "  // A comment.\ncsrc/a.h", True),
+                             ("csrc/sub/c.h", "changed", False)):  # fmt: skip
+        (tmp_path / name).write_text(text)
+        assert (results.csrc_sha256(tmp_path) == expected) is same
 
 
 @pytest.mark.parametrize(
@@ -173,11 +168,12 @@ def test_verdict(op, times, verdict):
 
 
 class FakeSide(compare.Side):
-    """A build that takes `us` microseconds, or cannot prepare anything if that is None."""
+    """A build that takes `us` microseconds, those times the number of its case if it `grows`, or
+    cannot prepare anything if that is None."""
 
-    def __init__(self, label, us, bits=1):
+    def __init__(self, label, us, bits=1, grows=False):
         super().__init__(label)
-        self.us, self.given, self.prepared = us, bits, 0
+        self.us, self.given, self.prepared, self.grows = us, bits, 0, grows
 
     def prepare(self, job, inputs):
         self.prepared += 1
@@ -185,7 +181,7 @@ class FakeSide(compare.Side):
             raise compare.Failed("no such kernel")
 
     def time(self, seconds):
-        return self.us
+        return self.us * (self.prepared if self.grows else 1)
 
     def bits(self):
         return [torch.tensor(self.given)]
@@ -217,13 +213,10 @@ def test_compare_flags_what_is_slower(old_us, new_us, slower, said, on_cpu):
 
 
 def test_compare_shows_the_worst_first(on_cpu):
-    new = FakeSide("new", 0.0)
-    new.time = lambda seconds: new.prepared * 10.0  # type: ignore[method-assign]
-    made = compare.compare(JOBS, [FakeSide("old", 100.0), new], 60)
+    made = compare.compare(JOBS, [FakeSide("old", 100.0), FakeSide("new", 10.0, grows=True)], 60)
     assert [row["ratio"] for row in made["rows"]] == [0.3, 0.2, 0.1]
-    shown = compare.text(made, 1).splitlines()
-    assert shown[1].split()[:2] == ["backward", "8x8"]
-    assert shown[2] == ""
+    _, worst, end, *_ = compare.text(made, 1).splitlines()
+    assert (worst.split()[:2], end) == (["backward", "8x8"], "")
 
 
 class CalledGraph:
@@ -231,13 +224,8 @@ class CalledGraph:
 
     def __init__(self, calls, count):
         self.outputs = [call() for call in calls]
-        self.us = 1.0 * count
-
-    def time(self, *arguments):
-        return self.us
-
-    def free(self):
-        self.outputs = []
+        self.time = lambda *arguments: 1.0 * count
+        self.free = self.outputs.clear
 
 
 @pytest.mark.parametrize(
@@ -274,14 +262,10 @@ def test_compare_takes_a_part_of_the_list():
 def test_two_builds_in_one_process(tmp_path):
     """Each has operators of its own, and neither those of the package."""
     library = Path(fused_layernorm.__file__).parent / "libfused_layernorm.so"
-    if not library.exists():
-        pytest.skip("no library beside the package")
     program = f"""
 import torch
 from pathlib import Path
-from benchmarks import compare
-from benchmarks.ours import missing_operator
-from benchmarks.cases import parse_case
+from benchmarks import cases, compare, ours
 names = [compare.load(compare.find_library(Path({str(library.parent)!r}), None), number,
                       Path({str(tmp_path)!r})) for number in (0, 1)]
 device = dict(capability=90, sms=132, shared_memory=232448, l2_bytes=50 << 20)
@@ -291,8 +275,8 @@ before = plan(new)
 old._force("strategy=stream")
 assert plan(new) == before != plan(old)
 assert not hasattr(torch.ops.fused_layernorm, "_plan")
-case = parse_case("8x8 fp32 forward")
-assert missing_operator(case, namespace="no_such_build") == "layer_norm"
+case = cases.parse_case("8x8 fp32 forward")
+assert ours.missing_operator(case, namespace="no_such_build") == "layer_norm"
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
@@ -305,9 +289,8 @@ def test_overhead_measures_steps_and_device_times(on_cpu, monkeypatch):
     assert {entry["ours_device_us"] for entry in parts["call_overhead"].values()} == {3.0, 6.0}
     steps = parts["training_step"]
     assert [step["autocast"] for step in steps] == [True, False, False]
-    for step in steps:
-        assert 0 < step["ours_best_us"] <= step["ours_us"]
-        assert step["eager_device_us"] == 3.0  # two inputs
+    assert all(0 < step["ours_best_us"] <= step["ours_us"] for step in steps)
+    assert {step["eager_device_us"] for step in steps} == {3.0}  # two inputs
     assert "tiny 2x3x8" in overhead.steps_text(steps)
 
 
@@ -450,17 +433,14 @@ def test_diffusion_models_train_and_infer(name, on_cpu, monkeypatch):
     def broken():
         raise ValueError("no such size")
 
-    kernels = [
-        timing.Kernel("vectorized_layer_norm_kernel", 30.0, 2),
-        timing.Kernel("gemm", 7.0, 3),
-    ]
+    names = (("vectorized_layer_norm_kernel", 30.0, 2), ("gemm", 7.0, 3))
+    kernels = [timing.Kernel(*one) for one in names]
     monkeypatch.setattr(timing, "kernels_of", lambda call: kernels)
     chosen = {"tiny": model_of(DIFFUSION[name], half=True, channels_last=name in ("dit", "vae")),
               "broken": model_of(broken), "foreign": model_of(tiny_model, "no_such")}  # fmt: skip
     part = models.run(chosen, ("eager", "swap", "swap_neighbours"), networks.MODES, 0.0)
-    assert {"foreign: no_such is not installed", "broken, training: no such size"} < {
-        *part["skipped"]
-    }
+    left_out = {"foreign: no_such is not installed", "broken, training: no such size"}
+    assert left_out < {*part["skipped"]}
     losses = [row["loss"] for row in part["rows"]]
     assert len(losses) == (4 if name in ("dit", "sd3", "flux", "wan") else 6)
     assert max(losses) - min(losses) < 1e-2 * losses[0]

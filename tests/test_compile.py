@@ -6,68 +6,16 @@ from typing import Any
 import forms
 import pytest
 import torch
-import torch.nn.functional as F
-from compiling import afresh, assert_same, recording  # noqa: F401
-from numerics import covering
+from compiling import afresh, recording  # noqa: F401
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fused_layernorm as fl
-from fused_layernorm.compile import choice, rules
+from fused_layernorm.compile import choice
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 
 pytestmark = pytest.mark.usefixtures("afresh")
-
-
-@pytest.fixture
-def rules_on_cpu(request, monkeypatch):
-    """Compiled calls choose between operators as on a GPU, or keep the operator as on the CPU."""
-    if request.param == "chosen":
-        monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"})
-
-
-class Block(torch.nn.Module):
-    """A pre-norm feed-forward block with every fused operation, and modulations in chunks."""
-
-    def __init__(self, width=16):
-        super().__init__()
-        self.norm = fl.FusedLayerNorm(width, activation="gelu", scale=0.5)
-        self.up = torch.nn.Linear(width, 2 * width)
-        self.down = torch.nn.Linear(2 * width, width)
-        self.add_norm = fl.FusedAddLayerNorm(width)
-        self.modulation = torch.nn.Linear(width, 5 * width)
-        self.ada_norm = fl.FusedAdaLayerNorm(width, elementwise_affine=True)
-        self.add_ada_norm = fl.FusedAddAdaLayerNorm(width)
-
-    def forward(self, x):
-        y, residual = self.add_norm(self.down(F.relu(self.up(self.norm(x)))), x)
-        shift, scale, gate, shift2, scale2 = self.modulation(x[:, :1]).chunk(5, -1)
-        y = self.down(F.relu(self.up(self.ada_norm(y, shift, scale))))
-        y, residual = self.add_ada_norm(y, residual, gate, shift2, scale2)
-        return y + residual
-
-
-@pytest.mark.parametrize(
-    ("rules_on_cpu", "backend", "dynamic"),
-    covering(["chosen", "as they are"], ["aot_eager", "inductor"], [False, True]),
-    indirect=["rules_on_cpu"],
-)
-def test_training(device, rules_on_cpu, backend, dynamic):
-    block = Block().to(device)
-    compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=dynamic)
-    for size in (3, 5) if dynamic else (3,):
-        assert_same(block, compiled, torch.randn(size, 7, 16, device=device))
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_inference(device, backend):
-    block = Block().to(device).eval()
-    compiled = torch.compile(block, fullgraph=True, backend=backend)
-    x = torch.randn(3, 7, 16, device=device)
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            torch.testing.assert_close(compiled(x), block(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -178,20 +126,6 @@ def test_a_gate_beside_an_activation(device):
         torch.autograd.grad(compiled(*leaves).sin().sum(), leaves),
         torch.autograd.grad(function(*leaves).sin().sum(), leaves),
     )
-
-
-@pytest.mark.gpu
-def test_reduce_overhead():
-    block = Block(64).cuda()
-    compiled = torch.compile(block, fullgraph=True, mode="reduce-overhead")
-    for _ in range(4):
-        x = torch.randn(3, 7, 64, device="cuda")
-        torch.compiler.cudagraph_mark_step_begin()
-        assert_same(block, compiled, x, tolerance=1e-3)
-    with torch.no_grad():
-        for _ in range(4):
-            torch.compiler.cudagraph_mark_step_begin()
-            torch.testing.assert_close(compiled(x), block(x), rtol=1e-3, atol=1e-3)
 
 
 TRANSFORMS = {

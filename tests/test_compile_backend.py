@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from captured import passing
 from compiling import EAGER, afresh, assert_same, everywhere, recording  # noqa: F401
+from numerics import covering
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -60,8 +61,29 @@ class Block(torch.nn.Module):
         return x + torch.tanh(self.norm2(x) * (1 + scale2) + shift2)
 
 
-def inputs(width=32, device="cpu"):
-    return torch.randn(3, 7, width, device=device), torch.randn(3, width, device=device)
+class Ours(torch.nn.Module):
+    """A pre-norm feed-forward block with every fused operation, and modulations in chunks."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm = fused_layernorm.FusedLayerNorm(width, activation="gelu", scale=0.5)
+        self.up = torch.nn.Linear(width, 2 * width)
+        self.down = torch.nn.Linear(2 * width, width)
+        self.add_norm = fused_layernorm.FusedAddLayerNorm(width)
+        self.modulation = torch.nn.Linear(width, 5 * width)
+        self.ada_norm = fused_layernorm.FusedAdaLayerNorm(width, elementwise_affine=True)
+        self.add_ada_norm = fused_layernorm.FusedAddAdaLayerNorm(width)
+
+    def forward(self, x):
+        y, residual = self.add_norm(self.down(F.relu(self.up(self.norm(x)))), x)
+        shift, scale, gate, shift2, scale2 = self.modulation(x[:, :1]).chunk(5, -1)
+        y = self.down(F.relu(self.up(self.ada_norm(y, shift, scale))))
+        y, residual = self.add_ada_norm(y, residual, gate, shift2, scale2)
+        return y + residual
+
+
+def inputs(width=32, device="cpu", rows=3):
+    return torch.randn(rows, 7, width, device=device), torch.randn(rows, width, device=device)
 
 
 # Where plain torch.compile cannot choose between the kernels and Inductor.
@@ -71,25 +93,60 @@ chooses = pytest.mark.skipif(not choice.CHOOSES, reason="Dynamo of torch 2.10 ca
 # ---- The backend ---------------------------------------------------------------------------------
 
 
+def given(block, width=16, device="cpu", rows=3):
+    x, c = inputs(width, device, rows)
+    return (x, c) if isinstance(block, Block) else (x,)
+
+
+# A block, its backend, options, whether sizes are dynamic, whether rules choose as on a GPU, and
+# whether plain calls reach the operators on the CPU too.
+THEN = "fused_layernorm.then"
+TRAINED: list[tuple[Any, str, Any, bool, bool, bool]] = [
+    *((functools.partial(Block, 16, checkpointed), "fused_layernorm", {THEN: then}, dynamic, True,
+       False)
+      for then, checkpointed, dynamic in [
+          ("eager", False, False), ("eager", True, False), ("eager", False, True),
+          ("inductor", True, False), ("inductor", False, True)]),
+    *((Ours, backend, None, *how) for backend, *how in covering(
+        ["aot_eager", "inductor"], [False, True], [False, True], [False, True])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "backend", "options", "dynamic", "chosen", "operators"), TRAINED)
+def test_training(device, make, backend, options, dynamic, chosen, operators, monkeypatch):
+    monkeypatch.setattr(fused_layernorm.stock, "_cpu_operators", operators)
+    monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"} if chosen else {"cuda"})
+    block, how = make().to(device), {"options": options, "dynamic": dynamic}
+    compiled = torch.compile(block, backend=backend, fullgraph=True, **how)
+    for rows in (3, 5) if dynamic else (3,):
+        assert_same(block, compiled, *given(block, device=device, rows=rows))
+
+
 @pytest.mark.parametrize(
-    ("then", "checkpointed", "dynamic"),
-    [("eager", False, False), ("eager", True, False), ("eager", False, True),
-     ("inductor", True, False), ("inductor", False, True)],
-)  # fmt: skip
-def test_training(device, then, checkpointed, dynamic):
-    block = Block(checkpointed=checkpointed).to(device)
-    how: Any = {"options": {THEN: then}, "dynamic": dynamic}
-    compiled = torch.compile(block, backend="fused_layernorm", fullgraph=True, **how)
-    assert_same(block, compiled, *inputs(device=device))
-
-
-def test_inference(device):
-    block = Block().to(device)
-    compiled = torch.compile(block, backend="fused_layernorm", fullgraph=True)
-    x, c = inputs(device=device)
+    ("make", "backend"), [(Block, "fused_layernorm"), (Ours, "aot_eager"), (Ours, "inductor")]
+)
+def test_inference(device, make, backend):
+    block = make(16).to(device)
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    x = given(block, device=device)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            torch.testing.assert_close(compiled(x, c), block(x, c), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(compiled(*x), block(*x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("make", "backend"), [(Block, "fused_layernorm"), (Ours, "inductor")])
+def test_cuda_graphs(make, backend):
+    block = make(64).cuda()
+    compiled = torch.compile(block, backend=backend, fullgraph=True, mode="reduce-overhead")
+    x = given(block, 64, "cuda")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_same(block, compiled, *x, tolerance=1e-4 if make is Block else 1e-3)
+    with torch.no_grad():
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.testing.assert_close(compiled(*x), block(*x), rtol=1e-3, atol=1e-3)
 
 
 def test_by_name(tmp_path):
@@ -114,9 +171,6 @@ assert "fused_layernorm" in sys.modules
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-THEN = "fused_layernorm.then"
 
 
 @pytest.mark.parametrize(
@@ -169,15 +223,6 @@ def test_reset(monkeypatch):
     torch.compile(norm, backend="fused_layernorm", options=EAGER)(torch.randn(2, 8))
     torch._dynamo.reset()
     assert resets
-
-
-@pytest.mark.gpu
-def test_cuda_graphs():
-    block = Block().cuda()
-    compiled = torch.compile(block, backend="fused_layernorm", mode="reduce-overhead")
-    for _ in range(3):
-        torch.compiler.cudagraph_mark_step_begin()
-        assert_same(block, compiled, *inputs(device="cuda"))
 
 
 # ---- ATen's forward and our backward -------------------------------------------------------------

@@ -304,8 +304,8 @@ WRONG: list[tuple[Any, Any, str, bool]] = [
     (by_hand, lambda _: by_hand, "got <function by_hand", False),
     (ByHand, 3, "expected make to be callable, got int", False),
     (fl.FusedLayerNorm, lambda _: by_hand, "expected a class that is not fused, got Fused", False),
-    (type(fl.swap_layer_norm(nn.Sequential(nn.LayerNorm(8)))[0]), lambda _: by_hand,
-     "expected a class that is not fused, got Fused", False),
+    (type(swapped(WrittenHere(8))), lambda _: by_hand,
+     "expected a class that is not fused, got WrittenHere", False),
     (ByHand, lambda _: "forward", "make registered for ByHand to return a function or None", True),
     # A likely mistake is a closure over the module, whose parameters all copies would then share.
     (ByHand, lambda module: lambda x: fl.layer_norm(x, module.gamma),
