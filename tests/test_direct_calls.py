@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
 from fused_layernorm import FusedGroupNorm, FusedLayerNorm, FusedRMSNorm
+from fused_layernorm.compile import rules
 from fused_layernorm.ops import autograd_library
 
 ops = torch.ops.fused_layernorm
@@ -316,6 +317,60 @@ def test_plain_group_norms_are_direct():
     assert count() - before == 6
     with pytest.raises(RuntimeError, match="expected num_groups that divides the 64 channels"):
         fused_layernorm.group_norm(x, 7)
+
+
+GRAPHS: dict[str, Any] = {
+    "layer": lambda x, r, s, w: fused_layernorm.layer_norm(x, w, w, activation="silu"),
+    "rms": lambda x, r, s, w: fused_layernorm.rms_norm(x, w, activation="silu"),
+    "no parameters": lambda x, r, s, w: fused_layernorm.add_layer_norm(
+        x, r, normalized_shape=(64,), activation="silu"
+    ),
+    "modulated": lambda x, r, s, w: fused_layernorm.ada_layer_norm(x, s, s),
+    "gated sum": lambda x, r, s, w: fused_layernorm.add_ada_layer_norm(x, r, s, s, s, w, w),
+    "groups": lambda x, r, s, w: fused_layernorm.group_norm(x, 3, activation="silu"),
+    "gated": lambda x, r, s, w: fused_layernorm.rms_norm_gated(x, r, w),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GRAPHS)
+def test_compiled_graphs_call_directly(name, monkeypatch):
+    """With the bits of the operators, and empty tensors for gradients that nobody asks for."""
+    monkeypatch.setattr(rules, "DEVICES", set())
+    torch._dynamo.reset()
+    given = [leaf(2, 6, 64), leaf(2, 6, 64), leaf(2, 1, 64), leaf(64)]
+    compiled = torch.compile(GRAPHS[name], backend="aot_eager", fullgraph=True)
+
+    def run():
+        results = compiled(*given)
+        results = results if isinstance(results, tuple) else (results,)
+        dys = [torch.ones_like(y) for y in results]
+        gradients = torch.autograd.grad(results, given, dys, allow_unused=True)
+        return [*results, *(gradient for gradient in gradients if gradient is not None)]
+
+    run()
+    direct, indirect, calls = both_ways(run)
+    same_bits(direct, indirect)
+    assert calls == 2
+
+
+@pytest.mark.gpu
+def test_operators_with_statistics_and_of_backward():
+    x, w = leaf(4, 64).detach(), leaf(64).detach()
+    for last, has_mean in (((), True), ((None, 1.0, None, "rms"), False)):
+        _, mean, rstd = ops.layer_norm_forward(x, 1, w, None, 1e-5, *last)
+        assert (mean.shape, rstd.shape) == ((4, 1) if has_mean else (0,), (4, 1))
+        statistic = last[-1:] or ("layer",)
+        given = (x, x, 1, mean, rstd, w, None, None, None, 1.0)
+        before = count()
+        _, dw, db = ops.layer_norm_backward(*given, False, True, False, *statistic)
+        assert (dw.shape, db.shape, count() - before) == (w.shape, (0,), 1)
+        with pytest.raises(RuntimeError, match="mean and rstd"):
+            ops.layer_norm_backward(*given[:4], rstd[:1], *given[5:], True, True, False, *statistic)
+        # Gradients of parameters that are not there are the operators'.
+        given = (x, x, 1, mean, rstd, None, None, None, None, 1.0)
+        _, dw, db = ops.layer_norm_backward(*given, True, True, True, *statistic)
+        assert dw.shape == db.shape == w.shape
 
 
 # --- what surrounds a call ------------------------------------------------------------------------

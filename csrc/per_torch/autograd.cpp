@@ -41,7 +41,7 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Autograd, m) {
     m.impl(name_with_statistics<Op>().c_str(), boxed<&differentiate_forward<Op, true>>());
   });
   const auto register_backward = [&](auto op) {
-    m.impl(op.kName, boxed<&differentiate_backward>());
+    m.impl(op.kName, boxed<&differentiate_backward<decltype(op)>>());
   };
   BackwardOperators::each(register_backward);
   register_backward(schemas::GateBackward());

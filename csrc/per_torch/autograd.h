@@ -203,9 +203,9 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
   const Differentiation differentiation = differentiation_of(arguments, Op::kArguments);
   DirectOutputs direct;
   if (differentiation == Differentiation::kNone) {
-    if (!kGivesStatistics &&
-        forward_directly<Op>(keys, arguments, options_of<Op>(arguments), false, direct)) {
-      return replace_arguments<Op>(stack, direct);
+    constexpr Statistics kWanted = kGivesStatistics ? Statistics::kGiven : Statistics::kNone;
+    if (forward_directly<Op>(keys, arguments, options_of<Op>(arguments), kWanted, direct)) {
+      return replace_arguments<Op, kGivesStatistics>(stack, direct);
     }
     return run_below_autograd(op, keys, stack);
   }
@@ -214,7 +214,8 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
   const auto node = make_node<NormNode<Op>>();
   node->set_next_edges(edges_of(arguments, Op::kArguments));
   node->save_arguments(arguments);
-  if (!kGivesStatistics && forward_directly<Op>(keys, arguments, node->options, true, direct)) {
+  if (!kGivesStatistics &&
+      forward_directly<Op>(keys, arguments, node->options, Statistics::kSaved, direct)) {
     torch::autograd::set_history(direct.y, node);
     if (Op::kHasResidual) torch::autograd::set_history(direct.residual_out, node);
     node->save_outputs(direct.residual_out, direct.mean, direct.rstd);
@@ -229,6 +230,19 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
   node->save_outputs(outputs[kOutputs<Op> - 1].toTensor(), outputs[kOutputs<Op>].toTensor(),
                      outputs[kOutputs<Op> + 1].toTensor());
   if constexpr (!kGivesStatistics) torch::jit::drop(*stack, kStatistics);
+}
+
+// The Autograd kernel of a backward operator, of a norm if it is an Operator.
+template <class Op>
+void differentiate_backward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const size_t count = argument_count(Op::kSchema);
+  if (differentiation_of(stack->data() + stack->size() - count, count) != Differentiation::kNone) {
+    return differentiate_in_python(op, stack);
+  }
+  if constexpr (!std::is_same_v<Op, schemas::GateBackward>) {
+    if (is_next(keys, c10::DispatchKey::CUDA) && backward_directly<Op>(stack)) return;
+  }
+  run_below_autograd(op, keys, stack);
 }
 
 }  // namespace fused_layernorm

@@ -151,14 +151,18 @@ inline void launch_directly(const KernelTable& table, const NormCall& call, Dire
 }
 
 struct DirectOutputs {
-  Tensor y, residual_out, mean, rstd;  // RMSNorm's mean is undefined
+  Tensor y, residual_out, mean, rstd;  // RMSNorm's mean is undefined, or where given empty
 };
+
+// Whether a call computes the statistics; for autograd, or as an operator gives them: a tensor
+// each.
+enum class Statistics { kNone, kSaved, kGiven };
 
 // Runs a forward operator, given the keys of a kernel at an Autograd key or below. False if the
 // call is none for the table; nothing has then been allocated or launched.
 template <class Op>
 bool forward_directly(DispatchKeySet keys, const IValue* arguments, const NormOptions& options,
-                      bool needs_statistics, DirectOutputs& out) {
+                      Statistics statistics, DirectOutputs& out) {
   if (!is_next(keys, c10::DispatchKey::CUDA)) return false;
   if (Op::kHasGroups && options.num_groups < 1) return false;
   const KernelTable* const table = kernel_table();
@@ -183,12 +187,15 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, const NormOp
   if (workspace_bytes < 0) return false;
   out.y = like_x.allocate(y_type);
   if (Op::kHasResidual) out.residual_out = allocate(input.sizes(), x_type);
-  if (needs_statistics) {
+  if (statistics != Statistics::kNone) {
     auto of_rows = statistics_shape(input.sizes(), options.normalized_ndim, options.num_groups);
     if (options.group_size > 0) of_rows.back() = input.sizes().back() / options.group_size;
     const at::ScalarType type = statistics_type(x_type);
-    if (options.is_rms) {
+    if (options.is_rms || statistics == Statistics::kGiven) {
       out.rstd = allocate(of_rows, type);
+      if (statistics == Statistics::kGiven) {
+        out.mean = options.is_rms ? allocate({0}, type) : allocate(of_rows, type);
+      }
     } else {
       allocate_two(of_rows, c10::multiply_integers(of_rows), type, out.mean, out.rstd);
     }
@@ -202,11 +209,15 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, const NormOp
 }
 
 // Puts what the direct call gave in the place of an operator's arguments.
-template <class Op>
+template <class Op, bool kGivesStatistics = false>
 void replace_arguments(Stack* stack, DirectOutputs& out) {
   torch::jit::drop(*stack, Op::kArguments);
   stack->emplace_back(std::move(out.y));
   if constexpr (Op::kHasResidual) stack->emplace_back(std::move(out.residual_out));
+  if constexpr (kGivesStatistics) {
+    stack->emplace_back(std::move(out.mean));
+    stack->emplace_back(std::move(out.rstd));
+  }
 }
 
 // What backward has of a norm. dy, x and rstd are always defined; RMSNorm's mean is not. A gate is
@@ -263,6 +274,34 @@ inline bool backward_directly(const SavedNorm& saved, const NormOptions& options
   return true;
 }
 
+// Runs a backward operator that a compiled graph calls, from the stack. False as above.
+template <class Op>
+bool backward_directly(Stack* stack) {
+  const IValue* arguments = stack->data() + stack->size() - Op::kArguments;
+  SavedNorm saved;
+  Needs needs;
+  each_tensor<Op, Tensor>(
+      [&](size_t position, bool, auto member) { saved.*member = tensor_of(arguments[position]); });
+  const NormOptions options = options_of<Op>(arguments);
+  if (options.is_rms) saved.mean = Tensor();
+  each_gradient<Op, Tensor>([&](size_t position, const auto& field) {
+    needs.*field.needed = arguments[position].toBool();
+  });
+  // Rows may have gradients of parameters that are not there.
+  const bool has_all = (!needs.columns() || saved.weight.defined() || saved.bias.defined()) &&
+                       (!needs.dgate || saved.gate.defined()) &&
+                       (!needs.dinput || saved.input.defined());
+  GradientsOfNorm found;
+  if (!has_all || !backward_directly(saved, options, needs, found)) return false;
+  torch::jit::drop(*stack, Op::kArguments);
+  each_gradient<Op, Tensor>([&](size_t, const auto& field) {
+    Tensor& gradient = found.*field.member;
+    if (!gradient.defined()) gradient = allocate({0}, saved.x.scalar_type());
+    stack->emplace_back(std::move(gradient));
+  });
+  return true;
+}
+
 // The same by a backward operator.
 template <class Op>
 GradientsOfNorm call_backward(const SavedNorm& saved, const NormOptions& options,
@@ -307,7 +346,8 @@ template <class Op>
 void select_backend(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const IValue* arguments = stack->data() + stack->size() - Op::kArguments;
   DirectOutputs out;
-  if (forward_directly<Op>(keys, arguments, options_of<Op>(arguments), false, out)) {
+  const NormOptions options = options_of<Op>(arguments);
+  if (forward_directly<Op>(keys, arguments, options, Statistics::kNone, out)) {
     return replace_arguments<Op>(stack, out);
   }
   op.redispatchBoxed(keys & kBelowSelect, stack);

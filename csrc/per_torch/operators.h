@@ -185,14 +185,4 @@ inline void differentiate_in_python(const OperatorHandle& op, Stack* stack) {
   call(find_operator("_differentiable_" + name.substr(name.find("::") + 2)), stack);
 }
 
-// The Autograd kernel of a backward operator.
-inline void differentiate_backward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  const size_t count = op.schema().arguments().size();
-  const IValue* arguments = stack->data() + stack->size() - count;
-  if (differentiation_of(arguments, count) == Differentiation::kNone) {
-    return run_below_autograd(op, keys, stack);
-  }
-  differentiate_in_python(op, stack);
-}
-
 }  // namespace fused_layernorm
