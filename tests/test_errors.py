@@ -574,7 +574,7 @@ REFUSED: dict[str, Refused] = {
         ("dq_out", ((1, 4, 3, 8), F16), "gradients must be as the results are"),
     ],
     "qkv_norm_rope_backward": [
-        ("qkv", ((1, 4, 9, 6), F32), "gradients must be as the results are"),
+        ("qkv", ((1, 4, 9, 6), F32), "rotary_dim must be at most the size of a head"),
         ("qkv", ((1, 4, 8, 8), F32), "gradients must be as the results are"),
         ("qkv", None, "qkv belongs to a statistic"), ("q_weight", ((7,), F32), "size"),
         ("dk_out", ((1, 4, 2, 6), F32), "gradients must be as the results are"),

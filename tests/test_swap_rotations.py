@@ -3,6 +3,7 @@
 
 import copy
 import importlib
+from typing import Any
 
 import libraries
 import pytest
@@ -16,14 +17,15 @@ from fused_layernorm.swap import rotations as swap_rotations
 
 transformers = libraries.get("transformers")
 
-# Of a model: its class, options of its config, and whether norms of heads are part of the kernel.
+# Of a model: its class, options of its config, and whether norms of heads are part of the kernel,
+# or which cut q, k and v out of one tensor.
 MODELS = {
     "Llama": ("LlamaForCausalLM", {}, False),
     "Qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}, True),
     "Gemma3Text": ("Gemma3ForCausalLM", {"head_dim": 16}, True),
     "Olmo2": ("Olmo2ForCausalLM", {}, False),
-    "Phi3": ("Phi3ForCausalLM", {}, False),
-    "GPTNeoX": ("GPTNeoXForCausalLM", {}, False),
+    "Phi3": ("Phi3ForCausalLM", {}, "one tensor"),
+    "GPTNeoX": ("GPTNeoXForCausalLM", {}, "one tensor"),
     "Glm": ("GlmForCausalLM", {"head_dim": 8}, False),
     "Cohere": ("CohereForCausalLM", {}, False),
 }
@@ -36,15 +38,20 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """The calls of the kernel by swapped modules: whether each had weights."""
-    found = []
-    run = fused_layernorm.qk_norm_rope
+    """The calls of the kernel by swapped modules: whether each had weights, or one tensor."""
+    found: list[Any] = []
+    run, run_packed = fused_layernorm.qk_norm_rope, fused_layernorm.qkv_norm_rope
 
     def counted(*args, **options):
         found.append(args[2] is not None)
         return run(*args, **options)
 
+    def counted_packed(*args, **options):
+        found.append("one tensor")
+        return run_packed(*args, **options)
+
     monkeypatch.setattr(stock, "_cpu_operators", True)
+    monkeypatch.setattr(swap_rotations, "qkv_norm_rope", counted_packed)
     monkeypatch.setattr(swap_rotations, "qk_norm_rope", counted)
     return found
 

@@ -193,10 +193,9 @@ Tensor with_rows(const Tensor& tensor, int64_t leading) {
 Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, int64_t dims,
             int64_t from) {
   AtenTensorHandle handle = nullptr;
-  int64_t offset = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
+  // The offset is from the tensor's first element.
   TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(tensor.get(), dims, sizes, strides, offset + from, &handle));
+      aoti_torch__reinterpret_tensor(tensor.get(), dims, sizes, strides, from, &handle));
   return Tensor(handle);
 }
 
