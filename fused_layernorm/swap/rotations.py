@@ -76,18 +76,21 @@ def _rotated(
     and v, where it is given with the tensor of which all three may be views."""
     kernel = function is self._function and is_supported(self._rotation, q, k, cos, sin)
     kernel = kernel and is_as_read(type(self))
-    norm: Any = ()
+    norm = None
     if self._norms:
         norm = _norm_of(self.q_norm, self.k_norm, q) if kernel else None
         if norm is None:
-            q, k, norm, whole = self.q_norm(q), self.k_norm(k), (), None
+            q, k, whole = self.q_norm(q), self.k_norm(k), None
             kernel = kernel and is_supported(self._rotation, q, k, cos, sin)
     if kernel and v is not None and whole is not None:
-        found = packed.whole_of(whole, q, k, v)
+        found = packed.whole_of(whole, q, k, v, self._in_order)
         if found is not None:
-            return rotate(self._rotation, q, k, cos, sin, *norm, whole=found)
-    found = rotate(self._rotation, q, k, cos, sin, *norm) if kernel else function(q, k, cos, sin)
-    return found if v is None else (*found, v)
+            return rotate(self._rotation, q, k, cos, sin, norm, found)
+    if kernel:
+        q, k = rotate(self._rotation, q, k, cos, sin, norm)
+    else:
+        q, k = function(q, k, cos, sin)
+    return (q, k) if v is None else (q, k, v)
 
 
 def is_supported(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -135,24 +138,24 @@ def rotate(
     k: Tensor,
     cos: Tensor,
     sin: Tensor,
-    of_q: rms.Norm | None = None,
-    of_k: rms.Norm | None = None,
+    norms: tuple[rms.Norm, rms.Norm] | None = None,
     whole: packed.Whole | None = None,
 ) -> tuple[Tensor, ...]:
     size = cos.shape[-1]
     if rotation.once:
         cos, sin = cos[..., : size // 2], sin[..., : size // 2]
     options: Any = {"rotary_dim": size, "interleaved": rotation.interleaved, "seq_dim": 2}
-    weights: Any = (None, None)
-    if of_q is None or of_k is None:
+    q_weight = k_weight = None
+    if norms is None:
         options["statistic"] = None
     else:
-        weights = of_q.weight, of_k.weight
+        of_q, of_k = norms
+        q_weight, k_weight = of_q.weight, of_k.weight
         options |= {"eps": of_q.eps, **of_q.variant._asdict()}
     if whole is None:
-        return qk_norm_rope(q, k, *weights, cos, sin, **options)
+        return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, **options)
     options |= whole._asdict()
-    return qkv_norm_rope(options.pop("qkv"), *weights, cos, sin, **options)
+    return qkv_norm_rope(options.pop("qkv"), q_weight, k_weight, cos, sin, **options)
 
 
 # ---- Their source.
@@ -221,9 +224,10 @@ def _remake(made: source.Decorated) -> Any:
     norms = _ends_in_norms(made.tree)
     rewriter = rewrite.Rewriter(_HEADS, _ROTATION, *([_NORM_OF_HEADS] if norms else []))
     tree = rewriter.visit(made.tree)
-    packed.add_v(tree, lambda value: _ROTATED.match(value, {}) is not None)
+    in_order = packed.add_v(tree, lambda value: _ROTATED.match(value, {}) is not None)
     if sum("COS" in bound for bound in rewriter.found) != 1:
         return f"its forward does not call {FUNCTION}(q, k, cos, sin) once"
     members = {"_norms": norms, "_rotated": _rotated, "_rotation": rotation}
+    members["_in_order"] = in_order
     members["_function"] = staticmethod(function.parts[0].function)
     return source.rebuilt(made, tree), function.parts, members
