@@ -183,8 +183,11 @@ def qkv_norm_rope(
         bool(round_before_weight), bool(interleaved), kv_heads, layout == "h3d",
     )  # fmt: skip
     _check_types(p)
-    takes = qkv.dim() == 4 and stock.has_kernels(qkv) and has_kernel(qkv, cos) and has_rows(qkv)
-    if not takes or (not calls.is_compiling() and onnx.is_exporting()):
+    takes = qkv.dim() == 4 and has_kernel(qkv, cos) and has_rows(qkv)
+    if takes and not calls.is_compiling():
+        by_pytorch = qkv.dtype not in arguments.HALF and stock.differentiates(qkv)
+        takes = not (by_pytorch or onnx.is_exporting())
+    if not takes:
         parts = packed.parts(p, qkv)
         return *_run(packed.heads(p, *parts[:2])), parts[2]
     if calls.is_compiling():
