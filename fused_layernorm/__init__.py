@@ -32,7 +32,7 @@ from .functional import (  # noqa: E402
 from .gated import rms_norm_gated  # noqa: E402
 from .gated_modules import FusedRMSNormGated  # noqa: E402
 from .groups import FusedGroupNorm, ada_group_norm, group_norm  # noqa: E402
-from .heads import norm_rope, qk_norm_rope  # noqa: E402
+from .heads import norm_rope, qk_norm_rope, qkv_norm_rope  # noqa: E402
 from .integrations import tools  # noqa: E402, F401
 from .margin import sm_margin  # noqa: E402
 from .modules import (  # noqa: E402
@@ -86,6 +86,7 @@ __all__ = [
     "norm_rope",
     "override_aten",
     "qk_norm_rope",
+    "qkv_norm_rope",
     "register_swap",
     "rms_norm",
     "rms_norm_gated",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from .ops import head_formulas, heads
+from .ops import head_formulas, heads, packed
 from .ops.family import FAMILIES, GRADIENTS, Family
 
 
@@ -39,4 +39,8 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
             head_formulas.HeadArguments(*args)
         ),
         heads.qk_norm_rope_backward: once(head_formulas.backward_by_formula),
+        packed.qkv_norm_rope: lambda *args: head_formulas.formula(
+            packed.of_parts(packed.PackedArguments(*args))
+        ),
+        packed.qkv_norm_rope_backward: once(packed.gradients),
     }

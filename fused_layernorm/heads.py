@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import calls, stock
-from .ops import arguments
+from . import calls, onnx, stock
+from .ops import arguments, packed
 from .ops.autograd import in_forward_mode, needs_grad
 from .ops.head_formulas import (
     HeadArguments,
@@ -17,10 +17,12 @@ from .ops.head_formulas import (
     check,
     composite_forward,
     has_kernel,
+    has_rows,
     needs_grad_of_angles,
 )
 from .ops.heads import qk_norm_rope as _operator
 
+_is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _LAYER_EPS = 1e-5
 
@@ -129,10 +131,111 @@ def qk_norm_rope(
     return _run(a)
 
 
+def qkv_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float | None = None,
+    *,
+    layout: str = "3hd",
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    statistic: str | None = "rms",
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    seq_dim: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`qk_norm_rope` of q and k that are parts of one tensor, whose gradient is one tensor.
+
+    In backward the gradients of q, k and v are written to their places in that of qkv, which is
+    dense and in qkv's order of memory, by one kernel: nothing is zeroed and nothing added.
+
+    Args:
+        qkv: with ``layout="3hd"`` ``(batch, positions, 3, heads, columns)``, or ``(batch,
+            positions, (heads + 2 num_kv_heads) columns)``: all of q, then k, then v. With
+            ``layout="h3d"`` ``(batch, positions, heads, 3, columns)``, as GPT-NeoX has it, or one
+            row of each kv head's q's, then its k, then its v, as Megatron has it.
+        layout: ``"3hd"`` or ``"h3d"``.
+        num_kv_heads: how many heads k and v have; by default as many as q.
+        head_dim: columns of a head, which a qkv of three dimensions needs.
+        seq_dim: the dimension of the positions in the **results**, 1 or 2, which are ``(batch,
+            positions, heads, columns)`` or ``(batch, heads, positions, columns)``; it may be
+            counted from the end.
+
+    The other arguments are those of :func:`qk_norm_rope`.
+
+    Returns:
+        ``(q, k, v)``. q and k are what :func:`qk_norm_rope` gives of their parts; v is a view of
+        qkv. With gradients, writing into v or qkv afterwards raises what PyTorch raises of a view
+        from a function with several results.
+    """
+    arguments.check_tensor("qkv", qkv)
+    qkv, kv_heads = _all_heads(qkv, layout, num_kv_heads, head_dim)
+    p = packed.PackedArguments(
+        qkv, q_weight, k_weight, q_bias, k_bias, cos, sin, _rotary_dim(qkv, cos, sin, rotary_dim),
+        _seq_dim(seq_dim), _eps(eps, statistic, qkv), statistic, weight_offset,
+        bool(round_before_weight), bool(interleaved), kv_heads, layout == "h3d",
+    )  # fmt: skip
+    _check_types(p)
+    takes = qkv.dim() == 4 and has_kernel(qkv, cos) and has_rows(qkv)
+    if takes and not calls.is_compiling():
+        by_pytorch = qkv.dtype not in arguments.HALF and stock.differentiates(qkv)
+        takes = not (by_pytorch or onnx.is_exporting())
+    if not takes:
+        parts = packed.parts(p, qkv)
+        return *_run(packed.heads(p, *parts[:2])), parts[2]
+    if calls.is_compiling():
+        return packed.run(*p)
+    try:
+        return packed.run(*p)
+    except Exception as error:
+        raise arguments.explain(error, p, packed.check) from None
+
+
+def _all_heads(qkv: Tensor, layout: Any, num_kv_heads: Any, head_dim: Any) -> tuple[Tensor, int]:
+    """qkv as (batch, positions, heads of q, k and v, columns), or as it is if that is no view of
+    it; and how many heads k has."""
+    if layout not in ("3hd", "h3d"):
+        raise ValueError(f"expected layout '3hd' or 'h3d', got {layout!r}")
+    kv = None if num_kv_heads is None else arguments.check_int("num_kv_heads", num_kv_heads)
+    cols = None if head_dim is None else arguments.check_int("head_dim", head_dim)
+    three = 2 if layout == "3hd" else 3
+    if qkv.dim() == 5 and qkv.shape[three] == 3:
+        heads, size = qkv.shape[5 - three], qkv.shape[4]
+        for name, given, found in (("num_kv_heads", kv, heads), ("head_dim", cols, size)):
+            if given is not None and given != found:
+                shape = list(qkv.shape)
+                raise ValueError(f"expected {name} {found} beside qkv of {shape}, got {given}")
+        follow = qkv.stride(2) == qkv.shape[3] * qkv.stride(3)
+        return (qkv.flatten(2, 3) if follow and not _is_wrapper(qkv) else qkv), heads
+    if qkv.dim() != 3:
+        sizes = "3, heads" if three == 2 else "heads, 3"
+        expected = f"of shape (batch, positions, {sizes}, columns) or (batch, positions, columns)"
+        raise arguments.shape_error("qkv", expected, qkv)
+    width = qkv.shape[2]
+    if cols is None or cols < 1 or width % cols != 0:
+        raise ValueError(f"expected head_dim to divide {width}, the columns of qkv, got {head_dim}")
+    heads = width // cols
+    if kv is None and heads % 3 != 0:
+        raise ValueError(f"expected num_kv_heads beside {heads} heads in all, got None")
+    kv = heads // 3 if kv is None else kv
+    if not 0 < 2 * kv < heads:
+        raise ValueError(f"expected num_kv_heads above 0 and below half of {heads} heads, got {kv}")
+    if three == 3 and heads % kv != 0:
+        raise ValueError(f"expected num_kv_heads to divide {heads} heads in all, got {kv}")
+    return qkv.unflatten(2, (heads, cols)), kv
+
+
 def _run(a: HeadArguments) -> tuple[Tensor, Tensor]:
     """The results; without k, an empty tensor is the second."""
     _check_types(a)
-    if a.q.dim() == 4 and (needs_grad_of_angles(a) or not has_kernel(a)):
+    if a.q.dim() == 4 and (needs_grad_of_angles(a) or not has_kernel(a.q, a.cos)):
         check(a)
         return by_formula(a)
     if calls.is_compiling():
@@ -173,10 +276,12 @@ def _seq_dim(seq_dim: Any) -> int:
     return dim
 
 
-def _check_types(a: HeadArguments) -> None:
+def _check_types(a: Any) -> None:
     """Raises where the schema's error would be worse."""
-    names = (name.removeprefix("q_") if a.k is None else name for name in a._fields[2:8])
-    tensors = zip(names, a[2:8], strict=True)
+    first = a._fields.index("q_weight")
+    is_one = first == 2 and a.k is None
+    names = (name.removeprefix("q_") if is_one else name for name in a._fields[first : first + 6])
+    tensors = zip(names, a[first : first + 6], strict=True)
     arguments.check_types(tensors, eps=a.eps, weight_offset=a.weight_offset)
     if a.statistic is not None and not isinstance(a.statistic, str):
         raise ValueError(f"expected statistic 'rms', 'layer' or None, got {a.statistic!r}")

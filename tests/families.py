@@ -367,6 +367,110 @@ HEAD_LAYOUTS: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Packed(Heads):
+    """The same of q, k and v in one tensor."""
+
+    NAMES = ("qkv", "q_weight", "k_weight", "q_bias", "k_bias")  # type: ignore[assignment]
+    OUTPUTS = {**Heads.OUTPUTS, "v": "dv"}  # noqa: RUF012
+    HAVE_ROWS = ("qkv", "dq_out", "dk_out", "dv")
+    OF_ROWS = ("q_out", "k_out", "v", "dqkv")
+    LAYOUTS = {  # noqa: RUF012
+        "contiguous": torch.clone,
+        "positions first": lambda qkv: swapped(qkv, 0, 1),
+        "misaligned": misaligned,
+        "columns apart": LAYOUTS["every second"],
+        "parts first": lambda qkv: qkv.movedim(2, 0).contiguous().movedim(0, 2),
+        "sliced": lambda qkv: within(qkv, -1, 16, 8),
+    }
+
+    _: KW_ONLY
+    packing: str = "3hd"
+    in_rows: bool = True  # of three dimensions, not five
+
+    def draw(self, randn):
+        plain: Any = replace(self, layout="contiguous", seq_dim=1)
+        t = Heads.draw(plain, randn)
+        q, k, v = t.pop("q"), t.pop("k"), randn(t["dk_out"].shape, self.dtype)
+        if self.packing == "3hd":
+            qkv = torch.cat((q, k, v), 2)
+        else:
+            of_q = q.unflatten(2, (k.shape[2], -1))
+            qkv = torch.cat((of_q, k.unsqueeze(3), v.unsqueeze(3)), 3).flatten(2, 3)
+        if self.in_rows:
+            qkv = qkv.flatten(2)
+        else:
+            qkv = qkv.unflatten(2, (3, -1) if self.packing == "3hd" else (-1, 3))
+        t |= {"qkv": self.LAYOUTS[self.layout](qkv), "dv": randn(v.shape, self.dtype)}
+        if self.seq_dim == 2:
+            t |= {n: t[n].transpose(1, 2).contiguous() for n in self.OUTPUTS.values()}
+        return t
+
+    def split(self, qkv):
+        """q, k and v in qkv."""
+        cols, kv = self.shape[-1], self.heads[1]
+        heads = qkv.flatten(2, -2) if qkv.dim() == 5 else qkv.unflatten(2, (-1, cols))
+        if self.packing == "3hd":
+            found = heads.split((self.heads[0], kv, kv), 2)
+        else:
+            groups = heads.unflatten(2, (kv, -1))
+            q, k, v = groups.split((groups.shape[3] - 2, 1, 1), 3)
+            found = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        return [x.transpose(1, 2) for x in found] if self.seq_dim == 2 else found
+
+    def forward(self, t):
+        shape = {"num_kv_heads": self.heads[1], "head_dim": self.shape[-1]} if self.in_rows else {}
+        return functions.qkv_norm_rope(
+            t.qkv, t.q_weight, t.k_weight, t.cos, t.sin, q_bias=t.q_bias, k_bias=t.k_bias,
+            round_before_weight=self.rounds, layout=self.packing, **shape, **self.options,
+        )  # fmt: skip
+
+    def check_strides(self, t, results):
+        if (dqkv := results.get("dqkv")) is not None and self.layout not in UNLIKE_QKV:
+            assert is_like(dqkv, t.qkv)
+        for name, part in zip(("q_out", "k_out", "v"), self.split(t.qkv), strict=True):
+            assert name not in results or results[name].shape == part.shape
+
+    def _sides(self, t):
+        q, k, _ = self.split(t.qkv)
+        return ((q, t.q_weight, t.q_bias), (k, t.k_weight, t.k_bias))
+
+    def formula(self, t, rounding=None):
+        return (*super().formula(t, rounding), self.split(t.qkv)[2])
+
+    def stock(self, t):
+        return (*super().stock(t), self.split(t.qkv)[2])
+
+
+UNLIKE_QKV = ("columns apart", "parts first")  # whose gradient is autograd's own
+
+
+def of_packed(cols=64, dtype=BF16, *, batch=2, positions=5, **others):
+    return Packed((batch, positions, cols), dtype, **others)
+
+
+PACKED: list[Any] = [
+    of_packed(), of_packed(packing="h3d"), of_packed(packing="h3d", heads=(3, 3)),
+    *(of_packed(packing=packing, in_rows=False, heads=(3, 3), seq_dim=seq_dim, layout=layout)
+      for packing in ("3hd", "h3d") for seq_dim in (1, 2)
+      for layout in ("contiguous", "positions first", "parts first", "misaligned")),
+    *(of_packed(packing=packing, layout=layout, seq_dim=2, dtype=F32, cols=16)
+      for packing in ("3hd", "h3d") for layout in ("positions first", "columns apart", "sliced")),
+    *(of_packed(cols=cols, packing=packing, heads=heads, interleaved=cols == 80)
+      for cols, heads in ((2, (2, 2)), (6, (6, 1)), (80, (40, 8)), (128, (20, 4)), (254, (2, 2)),
+                          (256, (5, 5)))
+      for packing in ("3hd", "h3d")),
+    of_packed(statistic="layer", affine="both", rotary=16, packing="h3d", weight_dtype=F32),
+    *(of_packed(statistic=None, affine="none", packing=packing, dtype=dtype, rotary=rotary,
+                heads=heads)
+      for packing, dtype, rotary, heads in (("3hd", BF16, None, (4, 2)), ("h3d", F16, 32, (6, 2)),
+                                            ("h3d", F32, 16, (3, 3)), ("3hd", BF16, 20, (3, 3)))),
+    of_packed(angles="none", affine="both"), of_packed(rounds=True, packing="h3d"),
+    of_packed(angles="samples", dtype=F16), of_packed(dtype=F64), of_packed(cols=258, dtype=F32),
+    of_packed(positions=700, batch=3, heads=(16, 4)),
+    of_packed(positions=300, heads=(12, 4), packing="h3d", statistic=None, affine="none"),
+]  # fmt: skip
+
 # ---- The problems of every norm.
 
 # With the strategies of forward and backward on an H100.
@@ -421,6 +525,8 @@ SMALL: list[Any] = [
     Gated((5, 1024), BF16, F32, gate_activation="sigmoid", gate_layout="sliced", affine="none"),
     Heads((3, 5, 64), BF16, layout="packed"),
     Heads((3, 5, 24), statistic="layer", affine="both", rotary=8, interleaved=True, seq_dim=2),
+    Packed((3, 5, 64), BF16), Packed((3, 5, 16), packing="h3d", seq_dim=2),
+    Packed((3, 5, 16), statistic=None, affine="none", packing="h3d"),
 ]  # fmt: skip
 
 # Without a single element.
@@ -436,6 +542,8 @@ EMPTY: list[Any] = [
       for shape in [(0, 4, 3), (2, 4, 0), (0, 4), (2, 4, 3, 0)]),
     *(Gated(shape, BF16) for shape in [(0, 8), (2, 0), (0, 3, 8)]),
     Heads((0, 3, 8)), Heads((2, 0, 8)), Heads((2, 3, 8), heads=(0, 0)),
+    Packed((0, 3, 8)), Packed((2, 0, 8), packing="h3d"),
+    Packed((2, 0, 8), statistic=None, affine="none"),
 ]  # fmt: skip
 
 # One for every strategy of the GPU, whose samples or rows do not depend on the batch. (Forward and
@@ -467,4 +575,7 @@ KERNELS: list[Any] = [
     Heads((4, 37, 128), BF16, statistic="layer", affine="both"),
     *(Heads((4, positions, cols), BF16, rotary=rotary, layout="packed")
       for positions, cols, rotary in [(2000, 128, None), (65, 80, 32)]),
+    *(Packed((4, positions, cols), BF16, rotary=rotary, packing=packing)
+      for positions, cols, rotary, packing in [(2000, 128, None, "3hd"), (65, 80, 32, "h3d")]),
+    Packed((4, 700, 64), BF16, statistic=None, affine="none", packing="h3d"),
 ]  # fmt: skip

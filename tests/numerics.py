@@ -523,7 +523,10 @@ def ours(t, *, backward=True, wanted=None):
     if backward:
         with forced(p.forced[1]):
             # Not backward(dy), which gives x.grad the strides of x.
-            gradients = torch.autograd.grad(out, list(leaves.values()), t.gradients())
+            # (A view of a tensor whose gradient is not wanted has none.)
+            pairs = zip(out, t.gradients(), strict=False)
+            ys, dys = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
+            gradients = torch.autograd.grad(ys, list(leaves.values()), dys)
         results |= {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
     p.check_strides(t, results)
     return results

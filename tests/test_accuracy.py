@@ -18,6 +18,7 @@ from families import (
     GROUP_KERNELS,
     HEAD_LAYOUTS,
     MODULATED_DTYPES,
+    PACKED,
     Channels,
     Gated,
     Groups,
@@ -468,7 +469,7 @@ HEADS = [
 @pytest.mark.parametrize(
     "problem",
     [*ROWS, *of_modulations(False), *of_modulations(True), *of_gates(), *CHANNELS, *OF_GROUPS,
-     *GATED, *HEADS],
+     *GATED, *HEADS, *PACKED],
     ids=str,
 )  # fmt: skip
 def test_accuracy(device, problem):

@@ -14,7 +14,7 @@ from typing import Any
 import numerics
 import pytest
 import torch
-from families import BF16, F32, Gated, Heads, of_groups, over_channels
+from families import BF16, F32, Gated, Heads, Packed, of_groups, over_channels
 from golden_plans import group_plan, plan
 from numerics import Problem, modulated
 
@@ -68,6 +68,8 @@ CASES: dict[str, Any] = {
     "channels": over_channels((64, 96, 56, 56), BF16),
     "channels_last": over_channels((64, 384, 14, 14), BF16, layout="channels_last"),
     "heads": Heads((2, 4096, 128), BF16, heads=(16, 16)),
+    "packed heads": Packed((2, 4096, 128), BF16, heads=(16, 4), packing="h3d"),
+    "packed heads, rotated": Packed((2, 4096, 64), BF16, statistic=None, affine="none"),
     **{
         f"{name}{', all of one type' * rounds}": Gated(shape, BF16, rounds=rounds, **options)
         for rounds in (False, True)

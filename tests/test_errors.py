@@ -48,6 +48,7 @@ OF_ANGLES = ("of shape (positions, n) or (batch, positions, n), with 3 positions
              "and n 4 or 8, got shape")  # fmt: skip
 BROADCASTS = "that broadcasts to the shape of input, [4, 8], got shape"
 NO_NORM: Any = {"statistic": None, "q_weight": None, "k_weight": None}
+IN_ROWS: Any = {"qkv": ((2, 3, 64), F32), "head_dim": 8, "num_kv_heads": 2}
 
 # Functions, the error, how its sentence goes on after "expected", and what is wrong.
 PLAIN, BOTH, ADDS = "layer_norm", "layer_norm rms_norm", "add_layer_norm add_ada_layer_norm"
@@ -60,9 +61,9 @@ def of(names, rows: list[Row], **given) -> list[Any]:
 
 ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     # ---- Of several functions.
-    ("layer_norm rms_norm ada_layer_norm rms_norm_gated group_norm qk_norm_rope", V,
+    ("layer_norm rms_norm ada_layer_norm rms_norm_gated group_norm qk_norm_rope qkv_norm_rope", V,
      "eps to be a number, got nan", {"eps": NAN}),
-    ("layer_norm rms_norm ada_layer_norm rms_norm_gated group_norm qk_norm_rope", T,
+    ("layer_norm rms_norm ada_layer_norm rms_norm_gated group_norm qk_norm_rope qkv_norm_rope", T,
      "eps to be a number, got str", {"eps": "1e-5"}),
     (PLAIN, T, "eps to be a number, got NoneType", {"eps": None}),
     ("layer_norm group_norm", T, "scale to be a number, got str", {"scale": "2"}),
@@ -70,8 +71,8 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("group_norm", V, "scale to be a finite number, got inf", {"scale": INF}),
     ("layer_norm ada_layer_norm rms_norm_gated group_norm", V, f"out_dtype {FLOATS}, got int32",
      {"out_dtype": torch.int32}),
-    ("rms_norm rms_norm_gated qk_norm_rope", V, "weight_offset to be a finite number, got inf",
-     {"weight_offset": INF}),
+    ("rms_norm rms_norm_gated qk_norm_rope qkv_norm_rope", V,
+     "weight_offset to be a finite number, got inf", {"weight_offset": INF}),
     ("rms_norm rms_norm_gated", T, "weight_offset to be a number, got str", {"weight_offset": "1"}),
     *((name, V, "a weight beside weight_offset 1.0, got none",
        {"weight": None, "weight_offset": 1.0, **shape})
@@ -248,6 +249,37 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
         (V, "a k_weight beside weight_offset 1.0, got none",
          {"k_weight": None, "weight_offset": 1.0}),
     ]),
+    # ---- Of packed heads.
+    *of("qkv_norm_rope", [
+        (V, "layout '3hd' or 'h3d', got 'hd3'", {"layout": "hd3"}),
+        (R, "qkv of shape (batch, positions, 3, heads, columns) or (batch, positions, columns), "
+         "got shape [2, 3, 4, 3, 8]", {"qkv": ((2, 3, 4, 3, 8), F32)}),
+        (R, "qkv of shape (batch, positions, heads, 3, columns) or (batch, positions, columns), "
+         "got shape [2, 3, 3, 4, 8]", {"layout": "h3d"}),
+        (NONE, f"qkv of dtype {FLOATS}, got int64", {"qkv": ((2, 3, 3, 4, 8), INT)}),
+        (V, "num_kv_heads 4 beside qkv of [2, 3, 3, 4, 8], got 2", {"num_kv_heads": 2}),
+        (V, "head_dim 8 beside qkv of [2, 3, 3, 4, 8], got 4", {"head_dim": 4}),
+        (T, "num_kv_heads to be an int, got float", {"num_kv_heads": 2.0}),
+        (T, "head_dim to be an int, got str", {"head_dim": "8"}),
+        *((V, f"head_dim to divide 64, the columns of qkv, got {wrong}",
+           {**IN_ROWS, "head_dim": wrong}) for wrong in (None, 0, 7)),
+        (V, "num_kv_heads beside 8 heads in all, got None", {**IN_ROWS, "num_kv_heads": None}),
+        *((V, f"num_kv_heads above 0 and below half of 8 heads, got {wrong}",
+           {**IN_ROWS, "num_kv_heads": wrong}) for wrong in (-1, 0, 4)),
+        (V, "num_kv_heads to divide 8 heads in all, got 3",
+         {**IN_ROWS, "num_kv_heads": 3, "layout": "h3d"}),
+        (R, "q_weight of shape [8], the size of a head, got shape [4]", {"q_weight": ((4,), F32)}),
+        (R, "k_weight of dtype float32 beside q of float32, got float16",
+         {"k_weight": ((8,), F16)}),
+        (R, f"cos {OF_ANGLES} [3, 3]", {"cos": ((3, 3), F32)}),
+        (V, "sin beside cos, got None", {"sin": None}),
+        (V, "seq_dim 1 or 2 of four dimensions, got 0", {"seq_dim": 0}),
+        (V, "rotary_dim to be an even number from 2 to 8, the size of a head, got 10",
+         {"rotary_dim": 10}),
+        (V, "no k_weight beside statistic None, got one", {"statistic": None, "q_weight": None}),
+        (V, "cos and sin beside statistic None, got neither",
+         {**NO_NORM, "cos": None, "sin": None}),
+    ]),
 ]  # fmt: skip
 
 # Of each function: arguments that are right.
@@ -264,6 +296,8 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "ada_group_norm": OF_GROUPS,
     "qk_norm_rope": {"q": ((2, 3, 4, 8), F32), "k": ((2, 3, 2, 8), F32), "q_weight": W,
                      "k_weight": W, "cos": ANGLES, "sin": ANGLES},
+    "qkv_norm_rope": {"qkv": ((2, 3, 3, 4, 8), F32), "q_weight": W, "k_weight": W, "cos": ANGLES,
+                      "sin": ANGLES},
 }  # fmt: skip
 EVERY_ROW = pytest.mark.parametrize(
     ("name", "error", "sentence", "wrong"),
@@ -352,6 +386,7 @@ TENSORS: dict[str, dict[str, Any]] = {
     "ada_group_norm": {"input": OF_GROUPS["input"], "shift": OF_SAMPLE, "scale": OF_SAMPLE,
                        "weight": OF_CHANNEL, "bias": OF_CHANNEL},
     "qk_norm_rope": {**FUNCTIONS["qk_norm_rope"], "q_bias": W, "k_bias": W},
+    "qkv_norm_rope": {**FUNCTIONS["qkv_norm_rope"], "q_bias": W, "k_bias": W},
 }  # fmt: skip
 
 
@@ -392,14 +427,15 @@ def test_tensors_in_the_place_of_numbers(device, call, name, compiled):
         call(x, t)
 
 
-@every_argument(lambda what: what not in ("input", "q"), requires_grad=[False, True])
+@every_argument(lambda what: what not in ("input", "q", "qkv"), requires_grad=[False, True])
 def test_another_device(device, name, what, requires_grad):
     given = ones(name, device, requires_grad)
     there = ["cpu"] if device == "cuda" else ["cuda:0"] * torch.cuda.is_available()
     tensor, first = given[what].detach(), next(iter(given))
     for other in ("meta", *there):
         given[what] = tensor.to(other).requires_grad_(requires_grad)
-        of = f"the device of {first}, {given[first].device}"
+        named = "q" if first == "qkv" else first  # a part of it
+        of = f"the device of {named}, {given[first].device}"
         with says(RuntimeError, f"expected {what} on {of}, got {other}"):
             getattr(fl, name)(**given)
 
@@ -548,6 +584,18 @@ REFUSED: dict[str, Refused] = {
         ("dk_out", ((1, 4, 2, 6), F32), "gradients must be as the results are"),
         ("dq_out", ((1, 4, 3, 8), F16), "gradients must be as the results are"),
     ],
+    "qkv_norm_rope_backward": [
+        ("qkv", ((1, 4, 9, 6), F32), "rotary_dim must be at most the size of a head"),
+        ("qkv", ((1, 4, 8, 8), F32), "gradients must be as the results are"),
+        ("qkv", None, "qkv belongs to a statistic"), ("q_weight", ((7,), F32), "size"),
+        ("dk_out", ((1, 4, 2, 6), F32), "gradients must be as the results are"),
+        ("dv", ((1, 4, 3, 8), F16), "gradients must be as the results are"),
+        ("dq_out", ((1, 4, 8), F32), "gradients must be as the results are"),
+        ("num_kv_heads", 5, "and the heads of q, k and v"),
+        ("num_kv_heads", -1, "and the heads of q, k and v"),
+        ("stride", [288, 72, 1, 9], "dqkv must have contiguous rows"),
+        ("size", [4, 9, 8], "dqkv must have four dimensions"),
+    ],
     "group_norm_backward": [
         ("dy", ((4, 6), F32), f"dy {AS_INPUT}"),
         *(("num_groups", n, "num_groups must be at least one and divide the channels")
@@ -577,6 +625,15 @@ RIGHT: dict[str, Any] = {
 }  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
     "qk_norm_rope_backward": {"statistic": "rms"},
+    "qkv_norm_rope_backward": {
+        "statistic": "rms",
+        "qkv": (1, 4, 9, 8),
+        "dk_out": (1, 4, 3, 8),
+        "dv": (1, 4, 3, 8),
+        "num_kv_heads": 3,
+        "size": [1, 4, 9, 8],
+        "stride": [288, 72, 8, 1],
+    },
     "group_norm_backward": dict.fromkeys(("shift", "scale"), (4, 8))
     | {"mean": (4, 2), "rstd": (4, 2)},
     "rms_norm_gated": {"gate": (4, 8)},
@@ -638,7 +695,8 @@ def test_the_forward_operator_of_gates_refuses(what, value, sentence):
     ("operator", "what"),
     [("layer_norm_backward", what) for what in ("dy", "x", "rstd", "weight")]
     + [("add_ada_layer_norm_backward", what) for what in ("scale", "gate", "input")]
-    + [("gate_backward", "gate"), ("qk_norm_rope_backward", "dq_out")],
+    + [("gate_backward", "gate"), ("qk_norm_rope_backward", "dq_out")]
+    + [("qkv_norm_rope_backward", what) for what in ("dv", "qkv")],
 )
 def test_backward_operators_refuse_other_dtypes(operator, what, dtype):
     overload = getattr(torch.ops.fused_layernorm, operator).default

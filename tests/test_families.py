@@ -25,6 +25,7 @@ from families import (
     Gated,
     of_groups,
     of_heads,
+    of_packed,
     over_channels,
 )
 from forms import Calls
@@ -553,6 +554,7 @@ CHECKED: list[Any] = [
     of_heads(dtype=F32, layout="packed", seq_dim=2),
     Gated((16,), F64), Gated((0, 16), **GATED_FORMS[5]), Gated((2, 0), BF16),
     of_heads(dtype=F32, layout="packed", seq_dim=2, statistic=None, affine="none"),
+    of_packed(dtype=F32, packing="h3d", seq_dim=2), of_packed(statistic=None, affine="none"),
 ]  # fmt: skip
 
 
@@ -574,6 +576,14 @@ def test_opcheck(device, problem):
 def heads_of(q, k, q_weight, k_weight):
     cos, sin = torch.linspace(-1, 1, 320, device=q.device).view(2, 5, 32)
     return torch.cat(qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps=1e-6), 2)
+
+
+def packed_of(qkv, q_weight, k_weight):
+    cos, sin = torch.linspace(-1, 1, 80, device=qkv.device).view(2, 5, 8)
+    weights = {} if q_weight.shape == (8,) else {"statistic": None}
+    q_weight, k_weight = (None, None) if weights else (q_weight, k_weight)
+    found = fl.qkv_norm_rope(2 * qkv, q_weight, k_weight, cos, sin, seq_dim=2, **weights)
+    return torch.cat(found, 1)
 
 
 def groups_of(x, weight, bias):

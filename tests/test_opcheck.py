@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import BF16, F16, F32, F64, Gated, Heads, of_groups, over_channels
+from families import BF16, F16, F32, F64, Gated, Heads, Packed, of_groups, over_channels
 from forms import Calls
 from numerics import EVERY, QUICK, Problem, covering, make, modulated, ours
 from torch.library import opcheck
@@ -70,6 +70,8 @@ OTHERS: list[Any] = [
     *(over_channels((2, 6, 4, 4), statistic=statistic, affine="weight", layout=layout)
       for statistic in ("layer", "rms") for layout in ("channels_last", "slice of channels")),
     Heads((2, 3, 8), layout="packed", affine="both", statistic="layer", seq_dim=2),
+    Packed((2, 3, 8), affine="both", packing="h3d", seq_dim=2),
+    Packed((2, 3, 8), statistic=None, affine="none"),
 ]  # fmt: skip
 DEFAULT += [*beside_residuals(DEFAULT), of_groups((2, 6, 4, 3), 2, modulation="both", scale=0.5)]
 TRACED += beside_residuals(TRACED)
@@ -87,6 +89,7 @@ OF_ALL: list[Any] = [
     of_groups((2, 6, 16), 3, modulation="both"),
     Gated((2, 6, 16), gate_first=True, gate_activation="sigmoid", group_size=4),
     Heads((2, 6, 16), statistic="layer", affine="both", rotary=8, heads=(3, 2)),
+    Packed((2, 6, 16), statistic="layer", affine="both", rotary=8, heads=(4, 2), packing="h3d"),
 ]  # fmt: skip
 
 

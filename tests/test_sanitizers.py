@@ -16,7 +16,7 @@ from typing import Any
 import numerics
 import pytest
 import torch
-from families import BF16, F32, Gated, Heads, of_groups, over_channels
+from families import BF16, F32, Gated, Heads, Packed, of_groups, over_channels
 from golden_plans import plan
 from numerics import Problem, modulated
 
@@ -121,6 +121,9 @@ def problems() -> Any:
             yield Heads((2, 37, cols), dtype, statistic=None, affine="none", **given)
         for positions, layout in ((2000, "packed"), (37, "contiguous")):
             yield Heads((2, positions, 128), dtype, layout=layout)
+        for cols, packing in ((64, "h3d"), (30, "3hd")):
+            yield Packed((2, 37, cols), dtype, packing=packing)
+            yield Packed((2, 37, cols), dtype, packing=packing, statistic=None, affine="none")
         # Gates: logical warps, blocks, groups of columns, rows that are read twice. More rows than
         # all blocks have at once, some of them without a row, and 13: one block has all.
         for rows, cols, size, affine in (

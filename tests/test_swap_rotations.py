@@ -3,27 +3,32 @@
 
 import copy
 import importlib
+from typing import Any
 
 import libraries
 import pytest
 import torch
+import torch.nn.functional as F
 from swaps import copies, fused
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_layernorm
 from fused_layernorm import stock, swap_norms, unswap_norms
+from fused_layernorm.swap import packed as swap_packed
 from fused_layernorm.swap import rotations as swap_rotations
 
 transformers = libraries.get("transformers")
 
-# Of a model: its class, options of its config, and whether norms of heads are part of the kernel.
+# Of a model: its class, options of its config, and whether norms of heads are part of the kernel,
+# or which cut q, k and v out of one tensor.
 MODELS = {
     "Llama": ("LlamaForCausalLM", {}, False),
     "Qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}, True),
     "Gemma3Text": ("Gemma3ForCausalLM", {"head_dim": 16}, True),
     "Olmo2": ("Olmo2ForCausalLM", {}, False),
-    "Phi3": ("Phi3ForCausalLM", {}, False),
-    "GPTNeoX": ("GPTNeoXForCausalLM", {}, False),
+    "Phi3": ("Phi3ForCausalLM", {}, "one tensor"),
+    "GPTNeoX": ("GPTNeoXForCausalLM", {}, "one tensor"),
     "Glm": ("GlmForCausalLM", {"head_dim": 8}, False),
     "Cohere": ("CohereForCausalLM", {}, False),
 }
@@ -36,15 +41,21 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """The calls of the kernel by swapped modules: whether each had weights."""
-    found = []
-    run = fused_layernorm.qk_norm_rope
+    """The calls of the kernel by swapped modules: whether each had weights, or one tensor."""
+    found: list[Any] = []
+    run, run_packed = fused_layernorm.qk_norm_rope, fused_layernorm.qkv_norm_rope
 
     def counted(*args, **options):
         found.append(args[2] is not None)
         return run(*args, **options)
 
+    def counted_packed(*args, **options):
+        found.append("one tensor")
+        return run_packed(*args, **options)
+
     monkeypatch.setattr(stock, "_cpu_operators", True)
+    for module in (swap_rotations, swap_packed):
+        monkeypatch.setattr(module, "qkv_norm_rope", counted_packed)
     monkeypatch.setattr(swap_rotations, "qk_norm_rope", counted)
     return found
 
@@ -175,6 +186,7 @@ def test_what_somebody_replaces_counts(name, what, device, monkeypatch, calls):
 ATTENTION = """
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -239,3 +251,121 @@ def test_compiled():
     swap_norms(model, neighbours=True)
     found = torch.compile(model, backend="aot_eager")(ids, use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-5)
+
+
+# ---- q, k and v of one projection.
+
+
+class OfTimm(nn.Module):
+    """Attention as timm writes it."""
+
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.num_heads, self.head_dim = 3, 16
+        self.qkv, self.proj = nn.Linear(48, 144), nn.Linear(48, 48)
+        self.q_norm, self.k_norm = norm(16), norm(16)
+
+    def forward(self, x):
+        B, N, _ = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(x.transpose(1, 2).reshape(B, N, 48))
+
+
+class Chunks(OfTimm):
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, 3, 16)).permute(2, 0, 3, 1, 4).chunk(3, 0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        return (q + k + v).sum(0).transpose(1, 2).flatten(2)
+
+
+class WritesIntoV(OfTimm):
+    def forward(self, x):
+        B, N, _ = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k = qkv[0], qkv[1]
+        v = qkv[2]
+        q, k = self.q_norm(q), self.k_norm(k)
+        v *= 2
+        return (q + k + v).transpose(1, 2).flatten(2)
+
+
+class OtherV(OfTimm):
+    def forward(self, x):
+        B, N, _ = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, v, k = qkv.unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        return (q + k * v).transpose(1, 2).flatten(2)
+
+
+def of_heads(model, x):
+    y = model(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [*model.parameters()])]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_norms_of_one_projection(device, calls, compiled):
+    model, x = nn.Sequential(OfTimm()).to(device), torch.randn(2, 5, 48, device=device)
+    for norm in (model[0].q_norm, model[0].k_norm):
+        norm.weight.data += torch.randn_like(norm.weight) / 3
+        norm.bias.data += torch.randn_like(norm.bias)
+    expected = of_heads(model, x)
+    swap_norms(model, neighbours=True)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    y = run(x)
+    found = [y.detach(), *torch.autograd.grad(y.square().sum(), [*model.parameters()])]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert calls == ["one tensor"]
+    for other in copies(model):
+        torch.testing.assert_close(of_heads(other, x), expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) > 1
+    calls.clear()
+    with torch.no_grad():
+        model(x)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        model(x)
+    handle = model[0].q_norm.register_forward_hook(lambda *_: None)
+    model(x)
+    handle.remove()
+    assert not calls
+    unswap_norms(model)
+    assert type(model[0]) is OfTimm
+    assert all(map(torch.equal, of_heads(model, x), expected))
+
+
+@pytest.mark.parametrize(
+    ("cls", "norm"),
+    [(Chunks, nn.LayerNorm), (WritesIntoV, nn.LayerNorm), (OtherV, nn.LayerNorm),
+     (OfTimm, nn.Identity)],
+)  # fmt: skip
+def test_projections_that_are_left(cls, norm, calls, device):
+    model, x = cls(norm).to(device), torch.randn(2, 5, 48, device=device)
+    holder = nn.ModuleList([model, nn.LayerNorm(4)])
+    expected = model(x)
+    swap_norms(holder, neighbours=True)
+    torch.testing.assert_close(model(x), expected)
+    assert not calls
+    assert (type(model) is cls) == (cls in (Chunks, WritesIntoV) or norm is nn.Identity)
+
+
+@pytest.mark.parametrize("name", ["Phi3", "GPTNeoX"])
+def test_one_gradient_of_a_projection(name, device):
+    """Without a zeroed tensor for each of q, k and v."""
+    model = swap_norms(make(name, device, torch.bfloat16), neighbours=True)
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function._opname)
+            return function(*args, **(kwargs or {}))
+
+    ids = torch.randint(3, 50, (2, 9)).to(device)
+    loss = model(ids, labels=ids).loss
+    with Seen():
+        loss.backward()
+    assert seen.count("qkv_norm_rope_backward") == 2
+    assert "split_with_sizes_backward" not in seen

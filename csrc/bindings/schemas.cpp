@@ -71,6 +71,24 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "inverse, bool needs_dweight, bool needs_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
       "Tensor)");
 
+  // The same of q and k that are parts of one tensor, qkv: (batch, positions, heads, columns),
+  // first all heads of q, then num_kv_heads of k, then as many of v; with by_head, for each head of
+  // k the heads of q that belong to it, then itself, then that of v. No result is v, which is a
+  // view.
+  m.def(
+      "qkv_norm_rope(Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? "
+      "k_bias, Tensor? cos, Tensor? sin, int rotary_dim, int seq_dim, float eps, str? statistic, "
+      "float weight_offset, bool round_before_weight, bool interleaved, int num_kv_heads, bool "
+      "by_head) -> (Tensor, Tensor)");
+  // (dqkv, dq_weight, dk_weight, dq_bias, dk_bias). dqkv has this size and stride, and zeros where
+  // a gradient is None, of which one is there. Without a statistic qkv is not needed.
+  m.def(
+      "qkv_norm_rope_backward(Tensor? dq_out, Tensor? dk_out, Tensor? dv, Tensor? qkv, Tensor? "
+      "q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias, Tensor? cos, Tensor? sin, int "
+      "rotary_dim, int seq_dim, float eps, str? statistic, float weight_offset, bool interleaved, "
+      "int num_kv_heads, bool by_head, SymInt[] size, SymInt[] stride, bool needs_dweight, bool "
+      "needs_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+
   // For tests, benchmarks and `python -m fused_layernorm`, not for users.
   m.def("_build_info() -> str");
 }

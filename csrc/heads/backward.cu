@@ -38,6 +38,30 @@ FUSED_DEVICE void write_partial(const HeadsParams& p, const Lane& lane, typename
   }
 }
 
+// Copies the rows of every step-th task, from the task `number` on.
+template <typename Lane>
+FUSED_DEVICE void copy_rows(const HeadsParams& p, const HeadSide& side, const Lane& lane,
+                            unsigned number, unsigned step) {
+  using X = typename Lane::X;
+  constexpr int kAtOnce = 4;  // tasks whose loads are issued at once
+  for (; number < static_cast<unsigned>(side.tasks); number += kAtOnce * step) {
+    Vec<X, Lane::kWidth> row[kAtOnce][Lane::kVecs];
+    X* to[kAtOnce];
+    bool has[kAtOnce];
+    FUSED_UNROLL for (int i = 0; i < kAtOnce; ++i) {
+      const HeadTask task(p, side, 1, number + i * step);
+      has[i] = task.has_row(side, 0);
+      to[i] = head_row(static_cast<X*>(side.y), side, side.y_strides, task, task.head);
+      lane.template load_row<Use::kOnce>(
+          row[i], head_row(static_cast<const X*>(side.dy), side, side.dy_strides, task, task.head),
+          has[i] && side.dy != nullptr);
+    }
+    FUSED_UNROLL for (int i = 0; i < kAtOnce; ++i) {
+      if (has[i]) lane.copy_row(to[i], row[i]);
+    }
+  }
+}
+
 template <typename Lane>
 __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
     heads_backward_kernel(const HeadsParams p) {
@@ -45,27 +69,27 @@ __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
   using Values = typename Lane::Values;
   constexpr int kRounds = backward::task_rounds(Lane::kWidth);
   __shared__ float scratch[kHeadWarps][kMostHeadCols];
-  const int first_blocks = p.side[0].blocks;
-  const bool is_second = static_cast<int>(blockIdx.x) >= first_blocks;
-  const HeadSide& side = p.side[is_second];
+  unsigned block;
+  const HeadSide& side = side_of_block(p, block);
   const Lane lane(p);
-  const unsigned block = blockIdx.x - (is_second ? first_blocks : 0);
+  const unsigned first = block * kHeadWarps + threadIdx.x / kWarpSize;
   const unsigned step = side.blocks * kHeadWarps;
+  if (side.copies) return copy_rows(p, side, lane, first, step);
   const float inverse_cols = p.inverse_cols.as<float>();
   Values weight;
   lane.load_weight(weight, p, side);
   Values dweight = {}, dbias = {};
-  for (unsigned number = block * kHeadWarps + threadIdx.x / kWarpSize;
-       number < static_cast<unsigned>(side.tasks); number += step) {
+  for (unsigned number = first; number < static_cast<unsigned>(side.tasks); number += step) {
     const HeadTask task(p, side, kRounds, number);
     Vec<X, Lane::kWidth> x[kRounds][Lane::kVecs], dy[kRounds][Lane::kVecs];
     FUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
       const unsigned head = task.head_of(side, round);
       const bool has = task.has_row(side, round);
       lane.template load_row<Use::kOnce>(
-          dy[round], head_row(static_cast<const X*>(side.dy), side.dy_strides, task, head), has);
+          dy[round], head_row(static_cast<const X*>(side.dy), side, side.dy_strides, task, head),
+          has);
       lane.template load_row<Use::kOnce>(
-          x[round], head_row(static_cast<const X*>(side.x), side.x_strides, task, head), has);
+          x[round], head_row(static_cast<const X*>(side.x), side, side.x_strides, task, head), has);
     }
     const Rotation<Lane> rotation(p, lane, task.batch, task.seq);
     FUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
@@ -97,7 +121,8 @@ __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
           dbias[v][j] += dz[v][j];
           d[v][j] = rstd * (dz[v][j] * weight[v][j] - mean - xhat * along);
         });
-        X* row = head_row(static_cast<X*>(side.y), side.y_strides, task, task.head_of(side, round));
+        X* row = head_row(static_cast<X*>(side.y), side, side.y_strides, task,
+                          task.head_of(side, round));
         lane.store_row(row, d);
       }
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of heads: each row of q and k is normalized, then rotated (heads/plan.h).
+// Forward of heads: each row of q and k is normalized, then rotated, and each of v copied
+// (heads/plan.h).
 #include "heads/plan.h"
 
 #include "base/launch.cuh"
@@ -34,18 +35,26 @@ __global__ void __launch_bounds__(forward::kHeadThreads, forward::kHeadBlocks)
     heads_forward_kernel(const HeadsParams p) {
   using X = typename Lane::X;
   constexpr int kRounds = forward::task_rounds(Lane::kWidth);
-  const int first_blocks = p.side[0].blocks;
-  const bool is_second = static_cast<int>(blockIdx.x) >= first_blocks;
-  const HeadSide& side = p.side[is_second];
+  unsigned block;
+  const HeadSide& side = side_of_block(p, block);
   const Lane lane(p);
-  const unsigned block = blockIdx.x - (is_second ? first_blocks : 0);
   const HeadTask task(p, side, kRounds, block * forward::kHeadWarps + threadIdx.x / kWarpSize);
 
   Vec<X, Lane::kWidth> x[kRounds][Lane::kVecs];
   FUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
-    const X* row =
-        head_row(static_cast<const X*>(side.x), side.x_strides, task, task.head_of(side, round));
-    lane.template load_row<Use::kOnce>(x[round], row, task.has_row(side, round));
+    const X* row = head_row(static_cast<const X*>(side.x), side, side.x_strides, task,
+                            task.head_of(side, round));
+    const bool has = task.has_row(side, round) && side.x != nullptr;
+    lane.template load_row<Use::kOnce>(x[round], row, has);
+  }
+  const auto to = [&](int round) {
+    return head_row(static_cast<X*>(side.y), side, side.y_strides, task, task.head_of(side, round));
+  };
+  if (side.copies) {
+    FUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
+      if (task.has_row(side, round)) lane.copy_row(to(round), x[round]);
+    }
+    return;
   }
   const Rotation<Lane> rotation(p, lane, task.batch, task.seq);
   FUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
@@ -53,10 +62,7 @@ __global__ void __launch_bounds__(forward::kHeadThreads, forward::kHeadBlocks)
     FUSED_UNROLL for (int v = 0; v < Lane::kVecs; ++v) unpack(values[v], x[round][v]);
     if (p.statistic != HeadStatistic::kNone) normalize_head(p, side, lane, values);
     if (p.rotary > 0) rotation.apply(values);
-    if (task.has_row(side, round)) {
-      X* row = head_row(static_cast<X*>(side.y), side.y_strides, task, task.head_of(side, round));
-      lane.store_row(row, values);
-    }
+    if (task.has_row(side, round)) lane.store_row(to(round), values);
   }
 }
 

@@ -18,12 +18,13 @@ static_assert(2 * vector_width(4) * kWarpThreads >= kMostHeadCols, "a warp holds
 
 enum class HeadStatistic : int32_t { kNone, kRms, kLayer };
 
-// The first element of head h of position s of sample b is b * batch + s * position + h * head.
+// The first element of head h of position s of sample b is b * batch + s * position + h * head, and
+// `group` further for each whole group of heads before h (HeadSide::inverse_group).
 struct HeadStrides {
-  int64_t batch = 0, position = 0, head = 0;
+  int64_t batch = 0, position = 0, head = 0, group = 0;
 };
 
-// q or k.
+// q or k; or v, whose gradient is copied to its place beside those of q and k.
 struct HeadSide {
   const void* x = nullptr;
   const void* dy = nullptr;      // backward
@@ -32,6 +33,8 @@ struct HeadSide {
   const void* bias = nullptr;    // optional; forward
   HeadStrides x_strides, dy_strides, y_strides;
   int32_t heads = 0;
+  uint32_t inverse_group = 0;    // 2^32 / the heads of a group, rounded up; 0: they are one group
+  bool copies = false;           // y is x (backward: dy), or zeros where that is null
   bool weight_is_float = false;  // float32, beside x of any type; else of x's type
   bool bias_is_float = false;
   bool rounds = false;      // forward: xhat and the norm's result are rounded to x's type
@@ -47,7 +50,7 @@ struct HeadSide {
 };
 
 struct HeadsParams {
-  HeadSide side[2];  // q, and k, which may have no heads
+  HeadSide side[3];  // q, k and v, each of which may have no heads
   // cos and sin of the pairs of a position, of x's type or float32. A doubled row has 2 values for
   // each pair: the second ones stand behind all first ones, or with interleaved pairs beside them.
   const void* cos = nullptr;

@@ -8,6 +8,9 @@
 // between lanes. A warp works on several heads of one position at once, and reads the position's
 // cos and sin once for all of its heads. Backward's blocks are persistent, those in front on q, the
 // others on k, and leave partial sums of dweight and dbias, which a second kernel adds up.
+//
+// Backward of q, k and v in one tensor writes all of its gradient: a third side copies v's. Of a
+// rotation alone it is forward, with the reverse rotation and that third side.
 #pragma once
 
 #include <algorithm>
@@ -107,12 +110,17 @@ inline std::optional<Heads> make_heads_plan(HeadsParams& params, const Device& d
   if (!lay_out_heads(params, plan.width, task_rounds(plan.width))) return std::nullopt;
   plan.threads = kHeadThreads;
   plan.starts_early = device.starts_early;
-  const int64_t all = int64_t{params.side[0].tasks} + params.side[1].tasks;
+  // A side's blocks are as many as its rows move memory: of dy, x and dx, or of what is copied.
+  const auto work = [](const HeadSide& side) {
+    return int64_t{side.tasks} * (!side.copies ? 3 : side.dy != nullptr ? 2 : 1);
+  };
+  int64_t all = 0;
+  for (const HeadSide& side : params.side) all += work(side);
   const int64_t most = int64_t{kHeadBlocks} * device.sms;
   plan.blocks = 0;
   for (HeadSide& side : params.side) {
     const int64_t wanted = ceil_div(side.tasks, kHeadWarps);
-    const int64_t part = std::max<int64_t>(1, (most * side.tasks + all / 2) / all);
+    const int64_t part = std::max<int64_t>(1, (most * work(side) + all / 2) / all);
     side.blocks = static_cast<int32_t>(std::min(wanted, part));
     plan.blocks += side.blocks;
   }

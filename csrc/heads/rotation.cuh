@@ -82,6 +82,12 @@ struct HeadLane {
     }
   }
 
+  FUSED_DEVICE void copy_row(X* to, const Vec<X, kWidth> (&row)[kVecs]) const {
+    FUSED_UNROLL for (int v = 0; v < kVecs; ++v) {
+      if (has[v / 2]) store_once(to + col[v], row[v]);
+    }
+  }
+
   // A parameter of the columns, `absent` without one or where the lane has no columns.
   FUSED_DEVICE void load_parameter(Values& values, const void* from, bool is_float,
                                    float absent) const {
@@ -218,8 +224,18 @@ struct HeadTask {
 };
 
 template <typename T>
-FUSED_DEVICE T* head_row(T* base, const HeadStrides& strides, const HeadTask& task, unsigned head) {
-  return base + (task.batch * strides.batch + task.seq * strides.position + head * strides.head);
+FUSED_DEVICE T* head_row(T* base, const HeadSide& side, const HeadStrides& strides,
+                         const HeadTask& task, unsigned head) {
+  return base + (task.batch * strides.batch + task.seq * strides.position + head * strides.head +
+                 __umulhi(head, side.inverse_group) * strides.group);
+}
+
+// The side that a block works on, and the block's number among those of the side.
+FUSED_DEVICE const HeadSide& side_of_block(const HeadsParams& p, unsigned& block) {
+  const unsigned first = p.side[0].blocks, second = first + p.side[1].blocks;
+  const bool is_second = blockIdx.x >= first, is_third = blockIdx.x >= second;
+  block = blockIdx.x - (is_third ? second : is_second ? first : 0);
+  return p.side[is_second + is_third];
 }
 
 template <typename Lane_>

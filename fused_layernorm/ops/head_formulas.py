@@ -35,14 +35,14 @@ def sides(a: Any) -> list[tuple[str, Tensor, Tensor | None, Tensor | None]]:
     return found
 
 
-def has_kernel(a: Any) -> bool:
-    """Whether there are kernels for such rows."""
-    cols = a.q.shape[3]
+def has_kernel(x: Tensor, cos: Tensor | None) -> bool:
+    """Whether there are kernels for rows such as those of x."""
+    cols = x.shape[3]
     return (
-        a.q.dtype is not torch.float64
+        x.dtype is not torch.float64
         and 0 < cols <= MOST_KERNEL_COLS
         and cols % 2 == 0
-        and (a.cos is None or a.cos.dtype in (a.q.dtype, torch.float32))
+        and (cos is None or cos.dtype in (x.dtype, torch.float32))
     )
 
 
@@ -87,10 +87,14 @@ def _normalize(a: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) ->
     return z.to(x.dtype).to(acc) if rounds else z
 
 
+def has_rows(x: Tensor) -> bool:
+    """Whether rows are contiguous, and no two of them in one place."""
+    return x.stride(3) == 1 and all(x.shape[d] <= 1 or x.stride(d) != 0 for d in range(3))
+
+
 def dense_like(x: Tensor) -> Tensor:
     """The layout of a result: x's order of dimensions, where x has rows; else contiguous."""
-    has_rows = x.stride(3) == 1 and all(x.shape[d] <= 1 or x.stride(d) != 0 for d in range(3))
-    if has_rows:
+    if has_rows(x):
         return torch.empty_like(x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..heads import qk_norm_rope
+from ..heads import qk_norm_rope, qkv_norm_rope
 from ..stock import are_supported, has_kernels
-from . import rewrite, rms, source
+from . import packed, rewrite, rms, source
 from .classes import Known, is_as_read, must_be_called
 from .rewrite import Rules, Template, attribute_of_self, target_of
 
@@ -63,18 +63,34 @@ SOURCES: dict[str, Rotation] = {
 
 
 def _rotated(
-    self: Any, function: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    """q and k, (batch, heads, positions, columns), normalized if the class says so, and rotated."""
+    self: Any,
+    function: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    v: Tensor | None = None,
+    whole: Any = None,
+) -> tuple[Tensor, ...]:
+    """q and k, (batch, heads, positions, columns), normalized if the class says so, and rotated;
+    and v, where it is given with the tensor of which all three may be views."""
     kernel = function is self._function and is_supported(self._rotation, q, k, cos, sin)
     kernel = kernel and is_as_read(type(self))
+    norm = None
     if self._norms:
         norm = _norm_of(self.q_norm, self.k_norm, q) if kernel else None
-        if norm is not None:
-            return rotate(self._rotation, q, k, cos, sin, *norm)
-        q, k = self.q_norm(q), self.k_norm(k)
-        kernel = kernel and is_supported(self._rotation, q, k, cos, sin)
-    return rotate(self._rotation, q, k, cos, sin) if kernel else function(q, k, cos, sin)
+        if norm is None:
+            q, k, whole = self.q_norm(q), self.k_norm(k), None
+            kernel = kernel and is_supported(self._rotation, q, k, cos, sin)
+    if kernel and v is not None and whole is not None:
+        found = packed.whole_of(whole, q, k, v, self._in_order)
+        if found is not None:
+            return rotate(self._rotation, q, k, cos, sin, norm, found)
+    if kernel:
+        q, k = rotate(self._rotation, q, k, cos, sin, norm)
+    else:
+        q, k = function(q, k, cos, sin)
+    return (q, k) if v is None else (q, k, v)
 
 
 def is_supported(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -122,22 +138,30 @@ def rotate(
     k: Tensor,
     cos: Tensor,
     sin: Tensor,
-    of_q: rms.Norm | None = None,
-    of_k: rms.Norm | None = None,
-) -> tuple[Tensor, Tensor]:
+    norms: tuple[rms.Norm, rms.Norm] | None = None,
+    whole: packed.Whole | None = None,
+) -> tuple[Tensor, ...]:
     size = cos.shape[-1]
     if rotation.once:
         cos, sin = cos[..., : size // 2], sin[..., : size // 2]
     options: Any = {"rotary_dim": size, "interleaved": rotation.interleaved, "seq_dim": 2}
-    if of_q is None or of_k is None:
-        return qk_norm_rope(q, k, None, None, cos, sin, statistic=None, **options)
-    options |= of_q.variant._asdict()
-    return qk_norm_rope(q, k, of_q.weight, of_k.weight, cos, sin, of_q.eps, **options)
+    q_weight = k_weight = None
+    if norms is None:
+        options["statistic"] = None
+    else:
+        of_q, of_k = norms
+        q_weight, k_weight = of_q.weight, of_k.weight
+        options |= {"eps": of_q.eps, **of_q.variant._asdict()}
+    if whole is None:
+        return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, **options)
+    options |= whole._asdict()
+    return qkv_norm_rope(options.pop("qkv"), q_weight, k_weight, cos, sin, **options)
 
 
 # ---- Their source.
 
 _ROTATION = Template(f"{FUNCTION}(Q, K, COS, SIN)", f"self._rotated({FUNCTION}, Q, K, COS, SIN)")
+_ROTATED = Template(f"self._rotated({FUNCTION}, Q, K, COS, SIN)")
 _HEADS: Rules = {"NORM": lambda node: attribute_of_self(node) in ("q_norm", "k_norm")}
 _NORM_OF_HEADS = Template("NORM(X)", "X")
 _BEFORE_ROTATION = Template("NORM(X).transpose(1, 2)"), _NORM_OF_HEADS
@@ -200,8 +224,10 @@ def _remake(made: source.Decorated) -> Any:
     norms = _ends_in_norms(made.tree)
     rewriter = rewrite.Rewriter(_HEADS, _ROTATION, *([_NORM_OF_HEADS] if norms else []))
     tree = rewriter.visit(made.tree)
+    in_order = packed.add_v(tree, lambda value: _ROTATED.match(value, {}) is not None)
     if sum("COS" in bound for bound in rewriter.found) != 1:
         return f"its forward does not call {FUNCTION}(q, k, cos, sin) once"
     members = {"_norms": norms, "_rotated": _rotated, "_rotation": rotation}
+    members["_in_order"] = in_order
     members["_function"] = staticmethod(function.parts[0].function)
     return source.rebuilt(made, tree), function.parts, members

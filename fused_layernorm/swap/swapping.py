@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 
 from .. import stock
 from ..modules import FusedRMSNorm
-from . import classes, registry, source
+from . import classes, packed, registry, source
 from . import neighbours as beside
 from . import rotations as rotary
 from .classes import REGISTERED, Forward, Known, is_fused, kind_of, lock, plain_class
@@ -154,13 +154,17 @@ def _planned(
                 note(module, _norm(name, module, found, predicate, plan))
             elif found and found.kind == "rms" and "LayerNorm" in plain_class(module).__name__:
                 note(module, "it computes RMSNorm")
-    rotation_of, activation_of = map(functools.cache, (rotary.class_of, beside.class_of))
+    rotation_of, norms_of, activation_of = map(
+        functools.cache, (rotary.class_of, packed.class_of, beside.class_of)
+    )
     planned = {module: given.cls for module, given in plan.items()}
     for module in model.modules() if neighbours else ():
         if module in plan or is_fused(module) or "forward" in module.__dict__:
             continue
         cls: Any = classes.swapped_from(module) or plain_class(module)
         made: Any = rotation_of(cls)
+        if made is None and packed.has_norms(module, planned):
+            made = norms_of(cls)
         if made is None and (made := activation_of(cls)) is not None:
             made = made if beside.has_pair(module, made, planned) else None
         note(module, _Given(made) if isinstance(made, type) else made)
@@ -205,7 +209,7 @@ def _norm(
         return str(error)
 
 
-_BESIDE = (rotary.KIND, beside.KIND)
+_BESIDE = (rotary.KIND, packed.KIND, beside.KIND)
 
 
 def _give(module: nn.Module, given: _Given) -> None:

@@ -190,12 +190,12 @@ Tensor aligned_of(const Tensor& tensor) {
 Tensor with_rows(const Tensor& tensor, int64_t leading) {
   return rows_of(raw(tensor), leading) ? tensor : contiguous_of(tensor);
 }
-Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, int64_t dims) {
+Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, int64_t dims,
+            int64_t from) {
   AtenTensorHandle handle = nullptr;
-  int64_t offset = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
+  // The offset is from the tensor's first element.
   TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(tensor.get(), dims, sizes, strides, offset, &handle));
+      aoti_torch__reinterpret_tensor(tensor.get(), dims, sizes, strides, from, &handle));
   return Tensor(handle);
 }
 

@@ -72,8 +72,9 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   // its rows begin. The first `leading` dimensions count rows, the others columns.
   Tensor with_rows(const Tensor& tensor, int64_t leading);
 
-  // A view of the tensor's memory from its first element on, with these sizes and strides.
-  Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, int64_t dims);
+  // A view of the tensor's memory from one of its elements on, with these sizes and strides.
+  Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, int64_t dims,
+              int64_t from = 0);
 
   // Whether a tensor is on the device of x, a CUDA tensor.
   bool is_beside(const Tensor& tensor, const Tensor& x);

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention modules that cut q, k and v out of one projection: which forwards do, and the call of
+qkv_norm_rope, which gives the projection one gradient.
+
+A forward's source says which names are views of one tensor; their strides say at each call whether
+they are its q, k and v. A forward that writes into any tensor is left. rotations.py has the modules
+that rotate q and k; here are those that only normalize them, as timm's attentions do:
+`q, k = self.q_norm(q), self.k_norm(k)`.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..heads import qkv_norm_rope
+from ..ops.arguments import HALF
+from ..stock import LayerNorm, are_supported, has_kernels
+from . import forwards, rewrite, rms, source
+from .classes import Known, forward_of, is_as_read, is_fused, must_be_called
+from .rewrite import Template
+
+KIND = "heads"  # of the swapped classes
+_PARTS = {"unbind", "chunk", "split"}
+_VIEWS = {"view", "transpose", "permute", "unflatten", *_PARTS}
+
+
+class Whole(NamedTuple):
+    """What qkv_norm_rope is given of q, k and v in one tensor."""
+
+    qkv: Tensor
+    layout: str
+    num_kv_heads: int
+    head_dim: int
+
+
+def whole_of(whole: Tensor, q: Tensor, k: Tensor, v: Tensor, in_order: bool) -> Whole | None:
+    """The tensor of which these, (batch, heads, positions, columns), are all; None if they are not,
+    or if it has no gradient.
+
+    in_order: whether the source says that they stand in this order. (Dynamo has no offsets.)
+
+    It is (batch, positions, columns of all), or as GPT-NeoX has it (batch, heads, positions, 3
+    columns), or as timm has it (3, batch, heads, positions, columns).
+    """
+    if not torch.is_grad_enabled() or not whole.requires_grad or q.dim() != 4 or q.dim() != v.dim():
+        return None
+    (_, heads, positions, cols), kv = q.shape, k.shape[1]
+    if whole.dim() == 3 and whole.shape[2] == (heads + 2 * kv) * cols:
+        found, step, first, second = whole, cols, heads * cols, kv * cols
+    elif whole.dim() == 4 and whole.shape[3] == 3 * cols and heads == kv == whole.shape[1]:
+        found, step, first, second = whole.transpose(1, 2), whole.stride(1), cols, cols
+        found = found.unflatten(3, (3, cols))
+    elif whole.dim() == 5 and whole.shape[0] == 3:
+        found, step = whole.permute(1, 3, 0, 2, 4), whole.stride(2)
+        first = second = whole.stride(0)
+    else:
+        return None
+    strides = (found.stride(0), step, found.stride(1), 1)
+    for part, count in ((q, heads), (k, kv), (v, kv)):
+        if part.shape != (q.shape[0], count, positions, cols) or part.stride() != strides:
+            return None
+    if torch.compiler.is_dynamo_compiling():
+        if not in_order:
+            return None
+    else:
+        at = (part.storage_offset() - whole.storage_offset() for part in (q, k, v))
+        if (*at,) != (0, first, first + second):
+            return None
+    return Whole(found, "h3d" if whole.dim() == 4 else "3hd", kv, cols)
+
+
+# ---- Norms without a rotation.
+
+
+def _normalized(
+    self: Any, q: Tensor, k: Tensor, v: Tensor, whole: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """self.q_norm(q), self.k_norm(k), v"""
+    of_q, of_k = (_norm_of(one, q) for one in (self.q_norm, self.k_norm))
+    if of_q is not None and of_k is not None and of_q[2:] == of_k[2:] and is_as_read(type(self)):
+        found = whole_of(whole, q, k, v, self._in_order)
+        if found is not None:
+            biases: Any = {"q_bias": of_q[1], "k_bias": of_k[1]}
+            options = {**found._asdict(), **biases, "statistic": of_q[3], "seq_dim": 2}
+            qkv = options.pop("qkv")
+            return qkv_norm_rope(qkv, of_q[0], of_k[0], None, None, of_q[2], **options)
+    return self.q_norm(q), self.k_norm(k), v
+
+
+def _norm_of(module: Any, x: Any) -> tuple[Any, Any, float, str] | None:
+    """Weight, bias, eps and statistic of the norm that a swapped module computes, if the kernel
+    computes the same of x."""
+    forward = forward_of(type(module))
+    is_layer = isinstance(module, LayerNorm) and (
+        forward in _LAYER_NORMS or getattr(module, "_is_swapped", False)
+    )
+    if not (is_layer or forward is rms.timm) or not has_kernels(x) or must_be_called(module):
+        return None
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if (
+        getattr(module, "_fast_norm", False)
+        or not is_fused(module)
+        or type(module.eps) is not float
+    ):
+        return None
+    given = [p.dtype for p in (weight, bias) if p is not None]
+    fits = (
+        x.dim() == 4
+        and are_supported(x, weight, bias)
+        and tuple(module.normalized_shape) == x.shape[3:]
+        and x.dtype in (torch.float32, *HALF)
+        and all(dtype is x.dtype for dtype in given)
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+    return (weight, bias, module.eps, "layer" if is_layer else "rms") if fits else None
+
+
+_LAYER_NORMS = (forwards.timm_last_dims, forwards.last_dims, forwards.of_layer_norm)
+
+
+def has_norms(module: nn.Module, planned: Any) -> bool:
+    """Whether the module's norms of heads are, or will be, fused."""
+    norms = [module._modules.get(name) for name in ("q_norm", "k_norm")]
+    return all(one is not None and (one in planned or is_fused(one)) for one in norms)
+
+
+def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
+    """The subclass that normalizes q and k of one projection by the kernel; None for a class whose
+    forward has no such statement."""
+    if not {"q_norm", "k_norm"} <= {*rewrite.names_in(cls)}:
+        return None
+    return rewrite.remade(cls, Known(KIND, _normalized), class_of, _remake)
+
+
+_NORMS = Template("(self.q_norm(Q), self.k_norm(K))", "self._normalized(Q, K)")
+_CALL = Template("self._normalized(Q, K)")
+_CALL_OF_ALL = Template("self._normalized(Q, K, V, WHOLE)")
+
+
+def _remake(made: source.Decorated) -> Any:
+    tree = rewrite.Rewriter({}, _NORMS).visit(made.tree)
+    in_order = add_v(tree, lambda value: _CALL.match(value, {}) is not None)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    named = [node for node in calls if getattr(node.func, "attr", "") == "_normalized"]
+    if len(named) != 1 or _CALL_OF_ALL.match(named[0], {}) is None:
+        return None
+    return source.rebuilt(made, tree), (), {
+        "_normalized": _normalized, "_in_order": in_order,
+    }  # fmt: skip
+
+
+# ---- Sources.
+
+
+def _root(value: Any) -> tuple[str | None, bool]:
+    """The name of which an expression is a view, and whether it is all of it."""
+    is_whole = True
+    while not isinstance(value, ast.Name):
+        if isinstance(value, ast.Subscript):
+            value, is_whole = value.value, False
+        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            if value.func.attr not in _VIEWS:
+                return None, False
+            is_whole = is_whole and value.func.attr not in _PARTS
+            value = value.func.value
+        else:
+            return None, False
+    return value.id, is_whole
+
+
+def _writes(forward: ast.FunctionDef) -> bool:
+    """Whether a forward may write into a tensor."""
+    for node in ast.walk(forward):
+        stores = isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(
+            node.ctx, ast.Load
+        )
+        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        name = node.func.attr if is_method else ""  # type: ignore[attr-defined]
+        is_out = isinstance(node, ast.keyword) and node.arg in ("out", "inplace")
+        if stores or is_out or isinstance(node, ast.AugAssign):
+            return True
+        if name.endswith("_") and not name.endswith("__"):
+            return True
+    return False
+
+
+def _names(target: ast.expr) -> list[str]:
+    every = target.elts if isinstance(target, ast.Tuple) else [target]
+    return [one.id for one in every if isinstance(one, ast.Name)]
+
+
+class _View(NamedTuple):
+    """A name that is a view of another."""
+
+    whole: str
+    first: str | None = None  # what it is of a row: from this text, or number, to that
+    last: str | None = None
+
+
+def _views(statement: ast.Assign, views: dict[str, _View]) -> dict[str, _View]:
+    """The names to which a statement assigns views."""
+    value: Any = statement.value
+    names, (root, is_whole) = _names(statement.targets[0]), _root(value)
+    if root is None:
+        return {}
+    if root in views:
+        return dict.fromkeys(names, views[root] if is_whole else _View(views[root].whole))
+    if len(names) > 1:
+        return {name: _View(root, str(i), str(i + 1)) for i, name in enumerate(names)}
+    part = getattr(getattr(value, "slice", None), "elts", [])  # whole[..., first:last]
+    if len(part) == 2 and isinstance(part[1], ast.Slice) and isinstance(value.value, ast.Name):
+        ends = (part[1].lower, part[1].upper)
+        first, last = (ast.unparse(end) if end is not None else None for end in ends)
+        return dict.fromkeys(names, _View(root, first, last))
+    return dict.fromkeys(names, _View(root))
+
+
+def add_v(forward: ast.FunctionDef, is_call: Any) -> bool:
+    """`q, k = call(...)` becomes `q, k, v = call(..., v, whole)`, where q and k, and one name more,
+    are views of one tensor that has a name, and is_call says that this is the call. Whether they
+    are its parts in this order."""
+    views: dict[str, _View] = {}
+    for i, statement in enumerate(forward.body):
+        stored = {n.id for n in ast.walk(statement)
+                  if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}  # fmt: skip
+        found: dict[str, _View] = {}
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            if is_call(statement.value):
+                return not _writes(forward) and _add(statement, forward.body[i + 1 :], views)
+            found = _views(statement, views)
+        views = {n: v for n, v in views.items() if not {n, v.whole} & stored}
+        views |= {n: v for n, v in found.items() if v.whole not in stored}
+    return False
+
+
+def _add(call: Any, following: list[ast.stmt], views: dict[str, _View]) -> bool:
+    pair = _names(call.targets[0])
+    if len(pair) != 2 or not {*pair} <= {*views}:
+        return False
+    q, k = (views[name] for name in pair)
+    later = {n.id for one in following for n in ast.walk(one) if isinstance(n, ast.Name)}
+    others = [n for n, v in views.items() if v.whole == q.whole and n not in pair and n in later]
+    if q.whole != k.whole or len(others) != 1:
+        return False
+    call.targets[0].elts.append(ast.Name(others[0], ast.Store()))
+    call.value.args += [ast.Name(others[0], ast.Load()), ast.Name(q.whole, ast.Load())]
+    ends = [(q.last, k.first), (k.last, views[others[0]].first)]
+    return q.first in (None, "0") and all(last == first is not None for last, first in ends)
