@@ -245,8 +245,8 @@ def _unread(family: Family, a: Any, needs: Any) -> list[str]:
     reads_weight = reads_z or needs.input or getattr(needs, "residual", False)
     reads_weight = reads_weight or getattr(needs, "gate", False)
     unread = [] if reads_weight else ["weight"]
-    # The backward operator of groups takes what is missing for what has no gradient.
-    if not reads_z and a.weight is not None and "num_groups" not in a._fields:
+    # Backward operators of rows alone give a gradient to what is missing (formulas.complete).
+    if not reads_z and a.weight is not None and "normalized_ndim" in a._fields:
         unread.append("bias")
     if "shift" in a._fields and not (activates or needs.shift):
         unread.append("shift")
