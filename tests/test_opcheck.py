@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import BF16, F16, F32, F64, Gated, Heads, of_groups, over_channels
+from families import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    GATED_FORMS,
+    Gated,
+    Heads,
+    of_groups,
+    of_heads,
+    over_channels,
+)
 from forms import Calls
 from numerics import EVERY, QUICK, Problem, covering, make, modulated, ours
 from torch.library import opcheck
@@ -72,8 +83,19 @@ OTHERS: list[Any] = [
     Heads((2, 3, 8), layout="packed", affine="both", statistic="layer", seq_dim=2),
 ]  # fmt: skip
 DEFAULT += [*beside_residuals(DEFAULT), of_groups((2, 6, 4, 3), 2, modulation="both", scale=0.5)]
-TRACED += beside_residuals(TRACED)
-SPECIAL += beside_residuals(SPECIAL)
+TRACED += [
+    *beside_residuals(TRACED),
+    over_channels((2, 6, 4, 4), affine="weight"),
+    over_channels((2, 6, 4, 4), statistic="rms", affine="weight", layout="channels_last"),
+    Gated((3, 4, 16)),
+    Gated((3, 16), BF16, F32, gate_dtype=F32, out_dtype=F32, weight_offset=1.0, **GATED_FORMS[7]),
+    of_heads(dtype=F32, layout="packed", seq_dim=2),
+]
+SPECIAL += [
+    *beside_residuals(SPECIAL),
+    Gated((16,), F64), Gated((0, 16), **GATED_FORMS[5]), Gated((2, 0), BF16),
+    of_heads(dtype=F32, layout="packed", seq_dim=2, statistic=None, affine="none"),
+]  # fmt: skip
 
 # By the argument's name, what no call has by default. (A problem has the others.)
 OPTIONS = {"eps": 1e-3, "activation": "silu", "scale": 0.5, "output_scale": 0.5, "out_dtype": F64,
