@@ -25,15 +25,11 @@ from families import (
     Gated,
     of_groups,
     of_heads,
-    of_packed,
-    over_channels,
 )
-from forms import Calls
 from golden_plans import group_plan
-from numerics import EVERY, QUICK, ids, make, modulated, ours
+from numerics import ids, make, modulated, ours
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
-from torch.library import opcheck
 
 import fused_layernorm as fl
 from fused_layernorm.ops import heads
@@ -543,34 +539,7 @@ def test_autocast_changes_nothing_of_heads():
         assert norm_rope(x, w, None, None).dtype == F32
 
 
-# ---- Of several families: registration, torch.compile, torch.export.
-
-# What test_opcheck.py has not; the first of them are traced with dynamic shapes, which takes long.
-CHECKED: list[Any] = [
-    over_channels((2, 6, 4, 4), affine="weight"),
-    over_channels((2, 6, 4, 4), statistic="rms", affine="weight", layout="channels_last"),
-    Gated((3, 4, 16)),
-    Gated((3, 16), BF16, F32, gate_dtype=F32, out_dtype=F32, weight_offset=1.0, **GATED_FORMS[7]),
-    of_heads(dtype=F32, layout="packed", seq_dim=2),
-    Gated((16,), F64), Gated((0, 16), **GATED_FORMS[5]), Gated((2, 0), BF16),
-    of_heads(dtype=F32, layout="packed", seq_dim=2, statistic=None, affine="none"),
-    of_packed(dtype=F32, packing="h3d", seq_dim=2), of_packed(statistic=None, affine="none"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("problem", CHECKED, ids=str)
-def test_opcheck(device, problem):
-    t = make(problem, device)
-    with Calls() as seen:
-        ours(t, backward=False)
-        ours(t)
-    every = EVERY if device == "cpu" and problem in CHECKED[:5] else QUICK
-    for name, args in seen.seen:
-        has_graph = name.endswith("_forward")
-        tensors = {i: a.detach().requires_grad_(has_graph) for i, a in enumerate(args)
-                   if isinstance(a, torch.Tensor)}  # fmt: skip
-        given = [tensors.get(i, a) for i, a in enumerate(args)]
-        opcheck(getattr(OPS, name).default, tuple(given), test_utils=every)
+# ---- Of several families: torch.compile, torch.export.
 
 
 def heads_of(q, k, q_weight, k_weight):

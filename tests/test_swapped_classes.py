@@ -416,7 +416,7 @@ def test_the_operators_are_called(case, device):
     if gate_of(norm) is not None:  # one operator, and one kernel, for a norm and its gate
         operators = {name for name in called if re.fullmatch(r"fused_layernorm::\w+", name)}
         assert operators <= {f"fused_layernorm::rms_norm_gated{end}" for end in ("", "_forward")}
-        assert len(called - operators) == (device != "cpu")
+        assert len(called - operators) <= (device != "cpu")
 
 
 @pytest.mark.cpu_operators
