@@ -749,6 +749,17 @@ def group_problems(count, seed=0) -> Any:
             yield choose.choice(SAMPLES), channels, positions, groups, problem
 
 
+def test_single_elements_of_channels_last_are_cut_finely():
+    """Where no vector is a position's, few positions for each thread, but no tile too many."""
+    how = {"channels_last": True, "backward": True}
+    sizes = ((150, 1369, 5, 69), (9, 961, 3, 3), (30, 1 << 18, 1, 171))
+    for channels, positions, groups, tiles in sizes:
+        odd = group_plan(1, channels, positions, groups, **how)
+        assert (odd["width"], odd["tiles"]) == (1, tiles)
+        assert odd["tile_positions"] <= 24 * odd["rows"] or tiles > 100
+    assert group_plan(1, 152, 1369, 4, **how)["tiles"] == 9
+
+
 def check_channels(p, sizes, problem):
     samples, channels, positions, groups = sizes
     chip, size = DEVICES[problem["device"]], problem["dtype"].itemsize

@@ -77,25 +77,28 @@ FUSED_DEVICE void each_position(const LastThread& thread, const auto& use, First
 }
 
 // The groups of a slice, the first and the last of which other slices may share. Eight lanes take
-// each. use(group, channels from, channels to) is called by all lanes, of groups that are not there
-// with an empty range; the channels count from the slice's first one.
-constexpr int kGroupLanes = 8;
+// each, of few groups a warp. use(group, channels from, channels to) is called by all lanes, of
+// groups that are not there with an empty range; the channels count from the slice's first one.
+FUSED_DEVICE int group_lanes(const GroupPlan& plan) {
+  return plan.groups_of_slice > kLastThreads / kWarpSize ? 8 : kWarpSize;
+}
 
-FUSED_DEVICE void each_group(const GroupParams& p, const LastThread& thread, const auto& use) {
+FUSED_DEVICE void each_group(const GroupPlan& plan, const GroupParams& p, const LastThread& thread,
+                             const auto& use) {
   const int of_group = p.channels_of_group();
   const int first = thread.first_channel / of_group;
   const int groups = (thread.first_channel + thread.channels - 1) / of_group - first + 1;
-  const int at_once = blockDim.x / kGroupLanes;
+  const int lanes = group_lanes(plan), at_once = blockDim.x / lanes;
   for (int from = 0; from < groups; from += at_once) {
-    const int g = from + threadIdx.x / kGroupLanes;
+    const int g = from + threadIdx.x / lanes;
     const int begin = max((first + g) * of_group - thread.first_channel, 0);
     const int end = min((first + g + 1) * of_group - thread.first_channel, thread.channels);
     use(g, begin, g < groups ? end : begin);
   }
 }
 template <typename Value>
-FUSED_DEVICE Value sum_of_group_lanes(Value v) {
-  FUSED_UNROLL for (int offset = 1; offset < kGroupLanes; offset *= 2) v += shuffle_xor(v, offset);
+FUSED_DEVICE Value sum_of_lanes(Value v, int lanes) {
+  for (int offset = 1; offset < lanes; offset *= 2) v += shuffle_xor(v, offset);
   return v;
 }
 
@@ -142,19 +145,20 @@ __global__ void __launch_bounds__(kLastThreads)
     }
   }
   __syncthreads();
-  each_group(p, thread, [&](int g, int begin, int end) {
+  const int lanes = group_lanes(plan), lane = threadIdx.x % lanes;
+  each_group(plan, p, thread, [&](int g, int begin, int end) {
     const int width = end - begin, all = width * rows;
     const double about = parts[min(begin, columns - 1)].first;
     Pair<double> sums;  // as those of parts.cuh
-    for (int i = threadIdx.x % kGroupLanes; i < all; i += kGroupLanes) {
+    for (int i = lane; i < all; i += lanes) {
       const int row = i / width;
       const Pair<Acc> part = parts[row * columns + begin + i - row * width];
       const double delta = part.first - about, by = thread.count_of(row, plan) * delta;
       sums += Pair<double>{by, part.second + by * delta};
     }
-    sums = sum_of_group_lanes(sums);
+    sums = sum_of_lanes(sums, lanes);
     const double delta = sums.first / (double(max(width, 1)) * thread.positions);
-    if (threadIdx.x % kGroupLanes == 0 && width > 0) {
+    if (lane == 0 && width > 0) {
       group_part<Acc>(plan, p, thread, g) = {Acc(about + delta),
                                              Acc(sums.second - sums.first * delta)};
     }
@@ -300,11 +304,12 @@ __global__ void __launch_bounds__(kLastThreads)
     sums[c] = {factor * sum.first, factor * sum.second};
   }
   __syncthreads();
-  each_group(p, thread, [&](int g, int begin, int end) {
+  const int lanes = group_lanes(plan), lane = threadIdx.x % lanes;
+  each_group(plan, p, thread, [&](int g, int begin, int end) {
     Pair<Acc> sum;
-    for (int c = begin + threadIdx.x % kGroupLanes; c < end; c += kGroupLanes) sum += sums[c];
-    sum = sum_of_group_lanes(sum);
-    if (threadIdx.x % kGroupLanes == 0 && end > begin) group_part<Acc>(plan, p, thread, g) = sum;
+    for (int c = begin + lane; c < end; c += lanes) sum += sums[c];
+    sum = sum_of_lanes(sum, lanes);
+    if (lane == 0 && end > begin) group_part<Acc>(plan, p, thread, g) = sum;
   });
 }
 

@@ -125,8 +125,12 @@ void cut_channels_last(GroupPlan& plan, const GroupProblem& problem) {
       problem.backward
           ? (large ? groups::kLargeBackwardLastTileBytes : groups::kBackwardLastTileBytes)
           : (large ? groups::kLargeLastTileBytes : groups::kLastTileBytes);
-  const int64_t wanted = std::max(
-      {bytes / position_bytes, ceil_div(problem.positions, groups::kMostLastTiles), int64_t{1}});
+  int64_t wanted = bytes / position_bytes;
+  if (plan.width == 1) {
+    const int64_t least = wanted / vector_width(size_of(problem.x));
+    wanted = std::min(wanted, std::max(least, ceil_div(problem.positions, groups::kFewLastTiles)));
+  }
+  wanted = std::max({wanted, ceil_div(problem.positions, groups::kMostLastTiles), int64_t{1}});
   // A thread loads some positions while it works on as many.
   const int at_once = 2 * plan.rows * (problem.backward ? kLastBackwardVecs : kLastVecs);
   plan.tile_positions =

@@ -79,12 +79,12 @@ def _is_one(scale: float) -> bool:
 
 def is_inductors_rms_norm(x: Tensor) -> bool:
     """Whether a graph gets an RMSNorm over x's last dimension as its class writes it."""
-    return CHOOSES and _choice_of(x, x.shape[-1], "PLAIN", False, 1.0, "rms") == "PYTORCH"
+    return _choice_of(x, x.shape[-1], "PLAIN") == "PYTORCH"
 
 
 def of_gated(x: Tensor, group_size: Any) -> str:
     """What the rules choose for a gated norm that Dynamo traces, of so many columns at a time."""
-    return _choice_of(x, group_size, "GATED", False, 1.0, "rms") if CHOOSES else "KERNEL"
+    return _choice_of(x, group_size, "GATED")
 
 
 def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: bool = False) -> bool:
@@ -92,75 +92,60 @@ def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: boo
 
     others: what else may want a gradient. fuses: whether more than the norm is one call.
     """
-    if not (torch.compiler.is_dynamo_compiling() and CHOOSES and x.device.type in rules.DEVICES):
+    if not torch.compiler.is_dynamo_compiling():
         return False
-    from torch.fx.experimental.symbolic_shapes import has_static_value
-
-    size = math.prod(x.shape[1:]) // num_groups
-    if not has_static_value(size):
-        return False
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    statistic = "instance" if num_groups == x.shape[1] else "layer"
-    given = (False, deterministic, False, statistic, _differentiates(x, *others), not fuses)
-    return _choice("GROUPS", index(size), *given) == "PYTORCH"
+    size, statistic = math.prod(x.shape[1:]) // num_groups, "layer"
+    if num_groups == x.shape[1]:
+        statistic = "instance"
+    wants = _want_gradients(x, *others)
+    return _choice_of(x, size, "GROUPS", statistic, wants, has_neighbours=not fuses) == "PYTORCH"
 
 
-def _differentiates(*tensors: Tensor | None) -> bool:
+def _want_gradients(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _choice_for(a: Arguments) -> str:
-    if not CHOOSES or a.input.dim() < a.normalized_ndim or a.keeps_order:
+    if a.input.dim() < a.normalized_ndim or a.keeps_order:
         return "KERNEL"
     fusion = "RESIDUAL" if a.residual is not None else "ACTIVATED" if a.activation else "PLAIN"
-    may_be_cast = fusion == "PLAIN" and a.out_dtype is None
+    may_be_cast = fusion == "PLAIN" and a.out_dtype is None and _is_one(a.output_scale)
+    wants = _want_gradients(a.input, a.residual, a.weight, a.bias)
     cols = math.prod(a.normalized_shape)
-    differentiates = _differentiates(a.input, a.residual, a.weight, a.bias)
-    last = (a.output_scale, a.statistic, differentiates)
-    return _choice_of(a.input, cols, fusion, may_be_cast, *last)
+    return _choice_of(a.input, cols, fusion, a.statistic, wants, may_be_cast)
 
 
 def _choice_of(
     x: Tensor,
     cols: int,
     fusion: str,
-    may_be_cast: bool,
-    scale: float,
-    statistic: str,
+    statistic: str = "rms",
     differentiates: bool = True,
+    may_be_cast: bool = False,
+    has_neighbours: bool = True,
 ) -> str:
     """What the rules choose for a norm of x that Dynamo traces; the kernel, if they are not asked.
 
-    `may_be_cast`: autocast casts x for PyTorch's norm, if it is on and the scale is 1.
+    `may_be_cast`: autocast casts x for PyTorch's norm, if it is on.
     """
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     device, stride = x.device.type, x.stride(-1)
-    if device not in rules.DEVICES or not has_static_value(cols):
+    if not CHOOSES or device not in rules.DEVICES or not has_static_value(cols):
         return "KERNEL"
     casts = may_be_cast and has_autocast(device) and torch.is_autocast_enabled(device)
-    casts = bool(casts and _is_one(scale))
     is_apart = not has_static_value(stride) or index(stride) != 1
     deterministic = torch.are_deterministic_algorithms_enabled()
     # In Dynamo of torch 2.11, int(cols) would be no constant.
-    return _choice(fusion, index(cols), is_apart, deterministic, casts, statistic, differentiates)
+    given = (index(cols), has_neighbours, is_apart, True, deterministic, casts, statistic, True)
+    return _choice(fusion, *given, differentiates)
 
 
-def _choice(
-    fusion: str,
-    cols: int,
-    is_apart: bool,
-    deterministic: bool,
-    casts: bool,
-    statistic: str,
-    differentiates: bool,
-    has_neighbours: bool = True,
-) -> str:
+def _choice(fusion: str, *given: Any) -> str:
     # If Dynamo of torch 2.11 traced is_exporting(), it would be true in every graph.
     if torch.compiler.is_exporting():
         return rules.Choice.KERNEL.name
-    given = (rules.Fusion[fusion], cols, has_neighbours, is_apart, True, deterministic, casts)
-    return rules.choose(rules.Problem(*given, statistic, True, differentiates)).choice.name
+    return rules.choose(rules.Problem(rules.Fusion[fusion], *given)).choice.name
 
 
 def has_autocast(device_type: str) -> bool:
