@@ -16,7 +16,7 @@ using backward::kHeadWarps;
 
 // Adds up what the lanes of a block have at each column, in a fixed order, and writes it.
 template <typename Lane>
-FUSED_DEVICE void write_partial(const HeadsParams& p, const Lane& lane, typename Lane::Values& sums,
+FUSED_DEVICE void write_partial(const HeadsCall& p, const Lane& lane, typename Lane::Values& sums,
                                 float* partial, float (&scratch)[kHeadWarps][kMostHeadCols]) {
   FUSED_UNROLL for (int v = 0; v < Lane::kVecs; ++v) {
     FUSED_UNROLL for (int j = 0; j < Lane::kWidth; ++j) {
@@ -39,9 +39,9 @@ FUSED_DEVICE void write_partial(const HeadsParams& p, const Lane& lane, typename
 }
 
 // Copies the rows of every step-th task, from the task `number` on.
-template <typename Lane>
-FUSED_DEVICE void copy_rows(const HeadsParams& p, const HeadSide& side, const Lane& lane,
-                            unsigned number, unsigned step) {
+template <typename Lane, typename Side>
+FUSED_DEVICE void copy_rows(const Side& of, const HeadSide& side, const Lane& lane, unsigned number,
+                            unsigned step) {
   using X = typename Lane::X;
   constexpr int kAtOnce = 4;  // tasks whose loads are issued at once
   for (; number < static_cast<unsigned>(side.tasks); number += kAtOnce * step) {
@@ -49,11 +49,12 @@ FUSED_DEVICE void copy_rows(const HeadsParams& p, const HeadSide& side, const La
     X* to[kAtOnce];
     bool has[kAtOnce];
     FUSED_UNROLL for (int i = 0; i < kAtOnce; ++i) {
-      const HeadTask task(p, side, 1, number + i * step);
+      const HeadTask task(of.p, side, 1, number + i * step);
       has[i] = task.has_row(side, 0);
-      to[i] = head_row(static_cast<X*>(side.y), side, side.y_strides, task, task.head);
+      to[i] = of.row(static_cast<X*>(side.y), side.y_strides, task, task.head,
+                     &PackedHeadsParams::y_group);
       lane.template load_row<Use::kOnce>(
-          row[i], head_row(static_cast<const X*>(side.dy), side, side.dy_strides, task, task.head),
+          row[i], head_row(static_cast<const X*>(side.dy), side.dy_strides, task, task.head),
           has[i] && side.dy != nullptr);
     }
     FUSED_UNROLL for (int i = 0; i < kAtOnce; ++i) {
@@ -62,34 +63,39 @@ FUSED_DEVICE void copy_rows(const HeadsParams& p, const HeadSide& side, const La
   }
 }
 
-template <typename Lane>
+template <typename Lane, typename Params>
 __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
-    heads_backward_kernel(const HeadsParams p) {
+    heads_backward_kernel(const Params p) {
   using X = typename Lane::X;
   using Values = typename Lane::Values;
   constexpr int kRounds = backward::task_rounds(Lane::kWidth);
   __shared__ float scratch[kHeadWarps][kMostHeadCols];
-  unsigned block;
-  const HeadSide& side = side_of_block(p, block);
+  const SideOfBlock<Params> of(p);
+  const HeadSide& side = of.side();
   const Lane lane(p);
-  const unsigned first = block * kHeadWarps + threadIdx.x / kWarpSize;
+  const unsigned block = of.block();
   const unsigned step = side.blocks * kHeadWarps;
-  if (side.copies) return copy_rows(p, side, lane, first, step);
-  const float inverse_cols = p.inverse_cols.as<float>();
+  if constexpr (of.kPacked) {
+    const unsigned number = block * kHeadWarps + threadIdx.x / kWarpSize;
+    if (of.copies(side.dy)) return copy_rows(of, side, lane, number, step);
+  }
+  const float inverse_cols = p.inverse_cols.template as<float>();
   Values weight;
   lane.load_weight(weight, p, side);
   Values dweight = {}, dbias = {};
-  for (unsigned number = first; number < static_cast<unsigned>(side.tasks); number += step) {
+  for (unsigned number = block * kHeadWarps + threadIdx.x / kWarpSize;
+       number < static_cast<unsigned>(side.tasks); number += step) {
     const HeadTask task(p, side, kRounds, number);
     Vec<X, Lane::kWidth> x[kRounds][Lane::kVecs], dy[kRounds][Lane::kVecs];
     FUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
       const unsigned head = task.head_of(side, round);
       const bool has = task.has_row(side, round);
       lane.template load_row<Use::kOnce>(
-          dy[round], head_row(static_cast<const X*>(side.dy), side, side.dy_strides, task, head),
-          has);
-      lane.template load_row<Use::kOnce>(
-          x[round], head_row(static_cast<const X*>(side.x), side, side.x_strides, task, head), has);
+          dy[round], head_row(static_cast<const X*>(side.dy), side.dy_strides, task, head), has);
+      lane.template load_row<Use::kOnce>(x[round],
+                                         of.row(static_cast<const X*>(side.x), side.x_strides, task,
+                                                head, &PackedHeadsParams::x_group),
+                                         has);
     }
     const Rotation<Lane> rotation(p, lane, task.batch, task.seq);
     FUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
@@ -121,8 +127,8 @@ __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
           dbias[v][j] += dz[v][j];
           d[v][j] = rstd * (dz[v][j] * weight[v][j] - mean - xhat * along);
         });
-        X* row = head_row(static_cast<X*>(side.y), side, side.y_strides, task,
-                          task.head_of(side, round));
+        X* row = of.row(static_cast<X*>(side.y), side.y_strides, task, task.head_of(side, round),
+                        &PackedHeadsParams::y_group);
         lane.store_row(row, d);
       }
     }
@@ -166,21 +172,32 @@ __global__ void __launch_bounds__(kHeadThreads) head_sums_kernel(const HeadsPara
   store_gradient<X>(gradient, of_bias ? side.bias_is_float : side.weight_is_float, col, sums);
 }
 
-}  // namespace
-
-cudaError_t launch_heads_backward(const HeadsParams& params, const backward::Heads& plan,
-                                  cudaStream_t stream) {
+template <typename Params>
+cudaError_t launch_both(const Params& params, const backward::Heads& plan, cudaStream_t stream) {
   return dispatch_heads(params, plan.width, [&](auto of) {
     using Lane = typename decltype(of)::Lane;
-    const cudaError_t error = launch(heads_backward_kernel<Lane>, plan, stream, params);
+    const cudaError_t error = launch(heads_backward_kernel<Lane, Params>, plan, stream, params);
     const bool needs = params.side[0].dweight != nullptr || params.side[0].dbias != nullptr ||
                        params.side[1].dweight != nullptr || params.side[1].dbias != nullptr;
     if (error != cudaSuccess || !needs) return error;
     Launch own;
     own.threads = kHeadThreads;
     own.blocks = ((params.cols - 1) / kWarpThreads + 1) * kHeadGradients;
-    return launch_early(plan.starts_early, head_sums_kernel<typename Lane::X>, own, stream, params);
+    return launch_early(plan.starts_early, head_sums_kernel<typename Lane::X>, own, stream,
+                        q_and_k(params));
   });
+}
+
+}  // namespace
+
+cudaError_t launch_heads_backward(const HeadsParams& params, const backward::Heads& plan,
+                                  cudaStream_t stream) {
+  return launch_both(params, plan, stream);
+}
+
+cudaError_t launch_heads_backward(const PackedHeadsParams& params, const backward::Heads& plan,
+                                  cudaStream_t stream) {
+  return launch_both(params, plan, stream);
 }
 
 }  // namespace fused_layernorm

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of heads: each row of q and k is normalized, then rotated, and each of v copied
-// (heads/plan.h).
+// Forward of heads: each row of q and k is normalized, then rotated (heads/plan.h). It is also the
+// backward of a rotation alone, which copies v's gradient.
 #include "heads/plan.h"
 
 #include "base/launch.cuh"
@@ -11,7 +11,7 @@ namespace {
 
 // z = xhat * weight + bias, in place of the row's values.
 template <typename Lane>
-FUSED_DEVICE void normalize_head(const HeadsParams& p, const HeadSide& side, const Lane& lane,
+FUSED_DEVICE void normalize_head(const HeadsCall& p, const HeadSide& side, const Lane& lane,
                                  typename Lane::Values& values) {
   lane.center(p, values);
   const float m2 = logical_warp_sum(lane.squares(values), p.lanes);
@@ -30,29 +30,31 @@ FUSED_DEVICE void normalize_head(const HeadsParams& p, const HeadSide& side, con
   if (side.rounds) lane.round(values);
 }
 
-template <typename Lane>
+template <typename Lane, typename Params>
 __global__ void __launch_bounds__(forward::kHeadThreads, forward::kHeadBlocks)
-    heads_forward_kernel(const HeadsParams p) {
+    heads_forward_kernel(const Params p) {
   using X = typename Lane::X;
   constexpr int kRounds = forward::task_rounds(Lane::kWidth);
-  unsigned block;
-  const HeadSide& side = side_of_block(p, block);
+  const SideOfBlock<Params> of(p);
+  const HeadSide& side = of.side();
   const Lane lane(p);
+  const unsigned block = of.block();
   const HeadTask task(p, side, kRounds, block * forward::kHeadWarps + threadIdx.x / kWarpSize);
 
   Vec<X, Lane::kWidth> x[kRounds][Lane::kVecs];
   FUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
-    const X* row = head_row(static_cast<const X*>(side.x), side, side.x_strides, task,
-                            task.head_of(side, round));
-    const bool has = task.has_row(side, round) && side.x != nullptr;
+    const X* row = of.row(static_cast<const X*>(side.x), side.x_strides, task,
+                          task.head_of(side, round), &PackedHeadsParams::x_group);
+    bool has = task.has_row(side, round);
+    if constexpr (SideOfBlock<Params>::kPacked) has = has && side.x != nullptr;
     lane.template load_row<Use::kOnce>(x[round], row, has);
   }
-  const auto to = [&](int round) {
-    return head_row(static_cast<X*>(side.y), side, side.y_strides, task, task.head_of(side, round));
-  };
-  if (side.copies) {
+  if (of.copies(side.x)) {
     FUSED_UNROLL for (int round = 0; round < kRounds; ++round) {
-      if (task.has_row(side, round)) lane.copy_row(to(round), x[round]);
+      if (!task.has_row(side, round)) continue;
+      X* row = of.row(static_cast<X*>(side.y), side.y_strides, task, task.head_of(side, round),
+                      &PackedHeadsParams::y_group);
+      lane.copy_row(row, x[round]);
     }
     return;
   }
@@ -62,7 +64,11 @@ __global__ void __launch_bounds__(forward::kHeadThreads, forward::kHeadBlocks)
     FUSED_UNROLL for (int v = 0; v < Lane::kVecs; ++v) unpack(values[v], x[round][v]);
     if (p.statistic != HeadStatistic::kNone) normalize_head(p, side, lane, values);
     if (p.rotary > 0) rotation.apply(values);
-    if (task.has_row(side, round)) lane.store_row(to(round), values);
+    if (task.has_row(side, round)) {
+      X* row = of.row(static_cast<X*>(side.y), side.y_strides, task, task.head_of(side, round),
+                      &PackedHeadsParams::y_group);
+      lane.store_row(row, values);
+    }
   }
 }
 
@@ -71,7 +77,16 @@ __global__ void __launch_bounds__(forward::kHeadThreads, forward::kHeadBlocks)
 cudaError_t launch_heads_forward(const HeadsParams& params, const forward::Heads& plan,
                                  cudaStream_t stream) {
   return dispatch_heads(params, plan.width, [&](auto of) {
-    return launch(heads_forward_kernel<typename decltype(of)::Lane>, plan, stream, params);
+    using Lane = typename decltype(of)::Lane;
+    return launch(heads_forward_kernel<Lane, HeadsParams>, plan, stream, params);
+  });
+}
+
+cudaError_t launch_heads_forward(const PackedHeadsParams& params, const forward::Heads& plan,
+                                 cudaStream_t stream) {
+  return dispatch_heads(params, plan.width, [&](auto of) {
+    using Lane = typename decltype(of)::Lane;
+    return launch(heads_forward_kernel<Lane, PackedHeadsParams>, plan, stream, params);
   });
 }
 

@@ -18,13 +18,12 @@ static_assert(2 * vector_width(4) * kWarpThreads >= kMostHeadCols, "a warp holds
 
 enum class HeadStatistic : int32_t { kNone, kRms, kLayer };
 
-// The first element of head h of position s of sample b is b * batch + s * position + h * head, and
-// `group` further for each whole group of heads before h (HeadSide::inverse_group).
+// The first element of head h of position s of sample b is b * batch + s * position + h * head.
 struct HeadStrides {
-  int64_t batch = 0, position = 0, head = 0, group = 0;
+  int64_t batch = 0, position = 0, head = 0;
 };
 
-// q or k; or v, whose gradient is copied to its place beside those of q and k.
+// q or k; or v.
 struct HeadSide {
   const void* x = nullptr;
   const void* dy = nullptr;      // backward
@@ -33,8 +32,6 @@ struct HeadSide {
   const void* bias = nullptr;    // optional; forward
   HeadStrides x_strides, dy_strides, y_strides;
   int32_t heads = 0;
-  uint32_t inverse_group = 0;    // 2^32 / the heads of a group, rounded up; 0: they are one group
-  bool copies = false;           // y is x (backward: dy), or zeros where that is null
   bool weight_is_float = false;  // float32, beside x of any type; else of x's type
   bool bias_is_float = false;
   bool rounds = false;      // forward: xhat and the norm's result are rounded to x's type
@@ -49,8 +46,7 @@ struct HeadSide {
   int32_t blocks = 0;  // of the launch
 };
 
-struct HeadsParams {
-  HeadSide side[3];  // q, k and v, each of which may have no heads
+struct HeadsCall {
   // cos and sin of the pairs of a position, of x's type or float32. A doubled row has 2 values for
   // each pair: the second ones stand behind all first ones, or with interleaved pairs beside them.
   const void* cos = nullptr;
@@ -74,5 +70,28 @@ struct HeadsParams {
   Scalar inverse_cols;
   void* workspace = nullptr;
 };
+
+template <int kSides>
+struct HeadSides {
+  HeadSide side[kSides];  // each of which may have no heads
+};
+
+// q and k.
+struct HeadsParams : HeadSides<2>, HeadsCall {};
+
+// Parts of one tensor: q, k, and in backward v, whose gradient is copied to its place. So is, as
+// zeros, a gradient that is null. (The kernels of HeadsParams do not pay for this.)
+struct PackedHeadsParams : HeadSides<3>, HeadsCall {
+  // Elements between two groups of q's heads, beside `head`, in x and in dx; and 2^32 divided by
+  // the heads of a group, rounded up, or 0 where all heads are one group.
+  int64_t x_group = 0, y_group = 0;
+  uint32_t inverse_group = 0;
+};
+
+// Without v.
+inline HeadsParams q_and_k(const HeadsParams& params) { return params; }
+inline HeadsParams q_and_k(const PackedHeadsParams& params) {
+  return {{{params.side[0], params.side[1]}}, params};
+}
 
 }  // namespace fused_layernorm

@@ -42,14 +42,14 @@ constexpr int task_rounds(int width) { return width == 1 ? 1 : 2; }
 }  // namespace forward
 
 // Which widths there are kernels for: whole vectors, or single elements.
-inline int head_width(const HeadsParams& params) {
+inline int head_width(const HeadsCall& params) {
   const int width = vector_width(size_of(params.type));
   const bool whole = params.cols % (2 * width) == 0 && params.rotary % (2 * width) == 0;
   return params.aligned && whole ? width : 1;
 }
 
 // Lays out the tasks of both sides; false if there are no kernels for such rows.
-inline bool lay_out_heads(HeadsParams& params, int width, int rounds) {
+inline bool lay_out_heads(auto& params, int width, int rounds) {
   const bool known = params.type != DataType::kFloat64 && params.cols > 0 && params.cols % 2 == 0 &&
                      params.cols <= kMostHeadCols && params.rotary % 2 == 0 &&
                      params.rotary <= params.cols;
@@ -72,7 +72,7 @@ inline bool lay_out_heads(HeadsParams& params, int width, int rounds) {
 namespace forward {
 
 // A warp for each task. There are rows.
-inline std::optional<Heads> make_heads_plan(HeadsParams& params) {
+inline std::optional<Heads> make_heads_plan(auto& params) {
   Heads plan;
   plan.width = head_width(params);
   if (!lay_out_heads(params, plan.width, task_rounds(plan.width))) return std::nullopt;
@@ -104,15 +104,16 @@ constexpr int task_rounds(int) { return 1; }  // with two, 161 us
 constexpr int kHeadSums = 2;
 
 // There are rows, and a statistic.
-inline std::optional<Heads> make_heads_plan(HeadsParams& params, const Device& device) {
+inline std::optional<Heads> make_heads_plan(auto& params, const Device& device) {
   Heads plan;
   plan.width = head_width(params);
   if (!lay_out_heads(params, plan.width, task_rounds(plan.width))) return std::nullopt;
   plan.threads = kHeadThreads;
   plan.starts_early = device.starts_early;
-  // A side's blocks are as many as its rows move memory: of dy, x and dx, or of what is copied.
-  const auto work = [](const HeadSide& side) {
-    return int64_t{side.tasks} * (!side.copies ? 3 : side.dy != nullptr ? 2 : 1);
+  // A block copies some three times as fast as it computes.
+  const auto work = [&](const HeadSide& side) {
+    const bool copies = &side - params.side == 2 || side.dy == nullptr;
+    return int64_t{side.tasks} * (copies ? 1 : 3);
   };
   int64_t all = 0;
   for (const HeadSide& side : params.side) all += work(side);
@@ -132,7 +133,11 @@ inline std::optional<Heads> make_heads_plan(HeadsParams& params, const Device& d
 
 cudaError_t launch_heads_forward(const HeadsParams& params, const forward::Heads& plan,
                                  cudaStream_t stream);
+cudaError_t launch_heads_forward(const PackedHeadsParams& params, const forward::Heads& plan,
+                                 cudaStream_t stream);
 cudaError_t launch_heads_backward(const HeadsParams& params, const backward::Heads& plan,
+                                  cudaStream_t stream);
+cudaError_t launch_heads_backward(const PackedHeadsParams& params, const backward::Heads& plan,
                                   cudaStream_t stream);
 
 }  // namespace fused_layernorm

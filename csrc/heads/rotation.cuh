@@ -2,6 +2,8 @@
 // A row of a head: which columns a lane has, its statistics, and its rotation.
 #pragma once
 
+#include <type_traits>
+
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "heads/params.h"
@@ -34,7 +36,7 @@ struct HeadLane {
   int col[kVecs];
   bool has[kPairs];
 
-  FUSED_DEVICE explicit HeadLane(const HeadsParams& p) {
+  FUSED_DEVICE explicit HeadLane(const HeadsCall& p) {
     const int lane = threadIdx.x % kWarpSize;
     first = lane & -p.lanes;
     const int turned = p.rotary / (2 * kWidth);
@@ -97,13 +99,13 @@ struct HeadLane {
     }
   }
 
-  FUSED_DEVICE void load_weight(Values& weight, const HeadsParams& p, const HeadSide& side) const {
+  FUSED_DEVICE void load_weight(Values& weight, const HeadsCall& p, const HeadSide& side) const {
     load_parameter(weight, side.weight, side.weight_is_float, 1);
     if (side.weight != nullptr) each([&](int v, int j) { weight[v][j] += p.weight_offset; });
   }
 
   // Subtracts the row's mean, if the statistic has one.
-  FUSED_DEVICE void center(const HeadsParams& p, Values& values) const {
+  FUSED_DEVICE void center(const HeadsCall& p, Values& values) const {
     if (p.statistic != HeadStatistic::kLayer) return;
     const float pivot = MeanAndVariance::pivot<X>(Pair<float>{
         __shfl_sync(kFullWarp, values[0][0], first), __shfl_sync(kFullWarp, values[1][0], first)});
@@ -133,7 +135,7 @@ struct Rotation {
   bool turns[2 * kPairs];  // whether a vector is rotated
 
   // Of position `seq` of sample `batch`.
-  FUSED_DEVICE Rotation(const HeadsParams& p, const Lane& lane, unsigned batch, unsigned seq) {
+  FUSED_DEVICE Rotation(const HeadsCall& p, const Lane& lane, unsigned batch, unsigned seq) {
     const int64_t of_cos = batch * p.cos_strides.batch + seq * p.cos_strides.position;
     const int64_t of_sin = batch * p.sin_strides.batch + seq * p.sin_strides.position;
     FUSED_UNROLL for (int v = 0; v < 2 * kPairs; ++v) {
@@ -179,7 +181,7 @@ struct Rotation {
 
  private:
   // The angles of one vector of interleaved pairs: half as many as it has elements.
-  static FUSED_DEVICE void load_half(float (&angles)[kWidth], int half, const HeadsParams& p,
+  static FUSED_DEVICE void load_half(float (&angles)[kWidth], int half, const HeadsCall& p,
                                      const void* from, int64_t row, int col) {
     constexpr int kHalf = kWidth / 2 > 0 ? kWidth / 2 : 1;
     float found[kWidth];
@@ -200,7 +202,7 @@ struct HeadTask {
   unsigned head;  // of the first round
   bool has;       // whether there is such a position
 
-  FUSED_DEVICE HeadTask(const HeadsParams& p, const HeadSide& side, int rounds, unsigned task) {
+  FUSED_DEVICE HeadTask(const HeadsCall& p, const HeadSide& side, int rounds, unsigned task) {
     const unsigned set = task / static_cast<unsigned>(side.chunks);
     const unsigned chunk = task - set * side.chunks;
     // Shifts, as divisions by these powers of two would take as long as several elements do.
@@ -224,19 +226,44 @@ struct HeadTask {
 };
 
 template <typename T>
-FUSED_DEVICE T* head_row(T* base, const HeadSide& side, const HeadStrides& strides,
-                         const HeadTask& task, unsigned head) {
-  return base + (task.batch * strides.batch + task.seq * strides.position + head * strides.head +
-                 __umulhi(head, side.inverse_group) * strides.group);
+FUSED_DEVICE T* head_row(T* base, const HeadStrides& strides, const HeadTask& task, unsigned head) {
+  return base + (task.batch * strides.batch + task.seq * strides.position + head * strides.head);
 }
 
-// The side that a block works on, and the block's number among those of the side.
-FUSED_DEVICE const HeadSide& side_of_block(const HeadsParams& p, unsigned& block) {
-  const unsigned first = p.side[0].blocks, second = first + p.side[1].blocks;
-  const bool is_second = blockIdx.x >= first, is_third = blockIdx.x >= second;
-  block = blockIdx.x - (is_third ? second : is_second ? first : 0);
-  return p.side[is_second + is_third];
-}
+// The side that a block works on, and where its rows begin.
+template <typename Params>
+struct SideOfBlock {
+  static constexpr bool kPacked = std::is_same_v<Params, PackedHeadsParams>;
+
+  const Params& p;
+  const bool is_second, is_third;
+
+  FUSED_DEVICE explicit SideOfBlock(const Params& p)
+      : p(p),
+        is_second(static_cast<int>(blockIdx.x) >= p.side[0].blocks),
+        is_third(kPacked && static_cast<int>(blockIdx.x) >= p.side[0].blocks + p.side[1].blocks) {}
+  FUSED_DEVICE const HeadSide& side() const { return p.side[is_second + is_third]; }
+  // The block's number among those of the side.
+  FUSED_DEVICE unsigned block() const {
+    const unsigned block = blockIdx.x - (is_second ? p.side[0].blocks : 0);
+    return is_third ? block - p.side[1].blocks : block;
+  }
+  // Whether rows are copied, or set to zero, where this is what they would be computed from.
+  FUSED_DEVICE bool copies(const void* source) const {
+    return kPacked && (is_third || source == nullptr);
+  }
+  // A row of x or dx. group: the elements between two groups of q's heads.
+  template <typename T>
+  FUSED_DEVICE T* row(T* base, const HeadStrides& strides, const HeadTask& task, unsigned head,
+                      int64_t PackedHeadsParams::* group) const {
+    T* const row = head_row(base, strides, task, head);
+    if constexpr (kPacked) {
+      return row + (is_second ? 0 : __umulhi(head, p.inverse_group) * (p.*group));
+    } else {
+      return row;
+    }
+  }
+};
 
 template <typename Lane_>
 struct OfLane {
@@ -244,7 +271,7 @@ struct OfLane {
 };
 
 // Calls launch(OfLane{}) with the HeadLane that a plan's rows need.
-cudaError_t dispatch_heads(const HeadsParams& params, int width, const auto& launch) {
+cudaError_t dispatch_heads(const HeadsCall& params, int width, const auto& launch) {
   const auto with_type = [&](auto of_type) {
     using X = decltype(of_type);
     constexpr int kWidth = vector_width(sizeof(X));

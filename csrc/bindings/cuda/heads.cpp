@@ -156,26 +156,26 @@ void run_packed_backward(Heads& a, const Optional (&dy)[3], const Optional& qkv,
   a.take_parts(qkv ? *qkv : dqkv);
   check(a);
   a.describe();
+  a.is_packed = true;
+  a.params.y_group = 2 * dqkv.strides()[2];
+  if (!a.statistic) a.params.x_group = 0;  // that of a gradient
   std::array<Optional, 2> dweight, dbias;
   for (int i = 0; i < 3; ++i) {
     HeadSide& side = a.params.side[i];
     const Tensor place = a.packing.part(dqkv, i, a.seq_dim);
     if (i < 2) check_gradient(place, a.x(i));
     side.heads = static_cast<int32_t>(place.sizes()[3 - a.seq_dim]);
-    side.copies = i == 2 || !dy[i];
     side.y = place.mutable_data_ptr();
     a.place_rows(place, side.y_strides);
-    if (i == 0) a.set_group(side.y_strides);
     (a.statistic ? side.dy : side.x) = nullptr;
     if (dy[i]) {
       check_gradient(*dy[i], place);
-      HeadStrides& strides = a.statistic ? side.dy_strides : side.x_strides;
-      (a.statistic ? side.dy : side.x) = a.place_rows(*dy[i], strides);
-      strides.group = 0;
+      (a.statistic ? side.dy : side.x) =
+          a.place_rows(*dy[i], a.statistic ? side.dy_strides : side.x_strides);
     }
     if (i == 2) continue;
-    dweight[i] = a.gradient(needs_dweight && !side.copies, a.weight[i], side.dweight);
-    dbias[i] = a.gradient(needs_dbias && !side.copies, a.bias[i], side.dbias);
+    dweight[i] = a.gradient(needs_dweight && dy[i], a.weight[i], side.dweight);
+    dbias[i] = a.gradient(needs_dbias && dy[i], a.bias[i], side.dbias);
   }
   if (a.has_work() && a.statistic) a.launch_backward();
   if (a.has_work() && !a.statistic) a.launch_forward("backward");

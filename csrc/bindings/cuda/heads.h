@@ -79,8 +79,8 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     bool round_before_weight = false, interleaved = false;
     bool inverse = false;  // rotates the other way
     Packing packing;
-    int64_t group = 0;  // Packing::group
-    HeadsParams params;
+    bool is_packed = false;  // whether the launch needs more than q and k
+    PackedHeadsParams params;
 
     // Of qk_norm_rope and its backward.
     Heads(Call& of, bool is_backward) : q(of.at<Tensor>(is_backward ? 2 : 0)) {
@@ -107,9 +107,12 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
       const Tensor read = has_rows(packed) ? packed : contiguous_of(packed);
       q = packing.part(read, 0, seq_dim);
       k = packing.part(read, 1, seq_dim);
-      group = packing.group(read);
-      if (group > 0 && heads(0) > (1 << 16))
-        throw NoKernel();  // head_row's division would be wrong
+      const int64_t group = packing.group(read);
+      if (group == 0) return;
+      if (heads(0) > (1 << 16)) throw NoKernel();  // the kernels' division would be wrong
+      is_packed = true;
+      params.inverse_group = static_cast<uint32_t>(((int64_t{1} << 32) + group - 1) / group);
+      params.x_group = 2 * read.strides()[2];
     }
     bool has(int side) const { return side == 0 || k; }
     const Tensor& x(int side) const { return side == 0 ? q : *k; }
@@ -145,18 +148,10 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
         HeadSide& side = params.side[i];
         side.heads = static_cast<int32_t>(heads(i));
         side.x = place_rows(x(i), side.x_strides);
-        if (i == 0) set_group(side.x_strides);
         side.rounds = round_before_weight && weight[i];
         side.weight = hold_parameter(weight[i], side.weight_is_float);
         side.bias = hold_parameter(bias[i], side.bias_is_float);
       }
-    }
-    // Completes the strides of q in the packed tensor.
-    void set_group(HeadStrides& strides) {
-      if (group == 0) return;
-      params.side[0].inverse_group =
-          static_cast<uint32_t>(((int64_t{1} << 32) + group - 1) / group);
-      strides.group = 2 * strides.head;
     }
     const void* place_rows(const Tensor& rows, HeadStrides& strides) {
       const Tensor& read = hold(has_rows(rows) ? rows : contiguous_of(rows));
@@ -204,19 +199,27 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
       return next + 2;
     }
     void launch_forward(const char* direction) {
-      const auto plan = forward::make_heads_plan(params);
-      if (!plan || is_formula_forced()) throw NoKernel();
-      check_launch(launch_heads_forward(params, *plan, current_stream(q)), direction);
+      const auto run = [&](auto& params) {
+        const auto plan = forward::make_heads_plan(params);
+        if (!plan || is_formula_forced()) throw NoKernel();
+        check_launch(launch_heads_forward(params, *plan, current_stream(q)), direction);
+      };
+      HeadsParams both = q_and_k(params);
+      is_packed ? run(params) : run(both);
     }
     void launch_backward() {
-      const auto plan = backward::make_heads_plan(params, device_of(q));
-      if (!plan || is_formula_forced()) throw NoKernel();
-      Optional workspace;
-      if (plan->workspace_bytes > 0) {
-        workspace = empty(q, &plan->workspace_bytes, 1, ScalarType::Byte);
-        params.workspace = workspace->mutable_data_ptr();
-      }
-      check_launch(launch_heads_backward(params, *plan, current_stream(q)), "backward");
+      const auto run = [&](auto& params) {
+        const auto plan = backward::make_heads_plan(params, device_of(q));
+        if (!plan || is_formula_forced()) throw NoKernel();
+        Optional workspace;
+        if (plan->workspace_bytes > 0) {
+          workspace = empty(q, &plan->workspace_bytes, 1, ScalarType::Byte);
+          params.workspace = workspace->mutable_data_ptr();
+        }
+        check_launch(launch_heads_backward(params, *plan, current_stream(q)), "backward");
+      };
+      HeadsParams both = q_and_k(params);
+      is_packed ? run(params) : run(both);
     }
 
    private:
