@@ -6,9 +6,7 @@ import functools
 import math
 import re
 import shutil
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import covering
+from processes import run
 
 import fused_layernorm as fl
 from fused_layernorm import ada_layer_norm, add_layer_norm, calls, layer_norm, stock
@@ -757,9 +756,9 @@ def test_what_it_cannot_run_with_is_named(tmp_path):
     package = Path(fl.__file__).parent
     without = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(package, tmp_path / package.name, ignore=without)
-    source = f"""
+    source = """
         import sys
-        sys.path[:0] = {[str(tmp_path), *sys.path]!r}
+        sys.path.insert(0, FOLDER)
         import torch
 
         def told():
@@ -777,9 +776,7 @@ def test_what_it_cannot_run_with_is_named(tmp_path):
         sys.version_info, sys.version = (3, 9, 1), "3.9.1 (default)"
         told()
         """
-    command = [sys.executable, "-c", textwrap.dedent(source)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    binary, torch_, python = result.stdout.splitlines()
+    binary, torch_, python = run(source, FOLDER=str(tmp_path))[0].splitlines()
     assert binary.startswith("fused_layernorm's binary does not load")
     assert "Install the package" in binary
     assert torch_.startswith("fused_layernorm needs torch >= 2.10; this is 2.9.1+cpu")

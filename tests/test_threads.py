@@ -2,8 +2,6 @@
 """A GPU that host threads share: their kernels take no shared memory away from each other."""
 
 import random
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +9,7 @@ import numerics
 import pytest
 import torch
 from numerics import Problem
+from processes import run
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm as fl
@@ -161,8 +160,7 @@ except Exception:
 
 
 def test_a_launch_error_names_plan_and_shape():
-    command = [sys.executable, "-c", _FAILING_LAUNCH]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    said, _ = run(_FAILING_LAUNCH, fails=True)
     assert "CUDA error: " in said
     assert "at the launch of forward for 64 rows of 1024 columns, x float32" in said
     assert '"threads": ' in said
