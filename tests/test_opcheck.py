@@ -221,17 +221,17 @@ def test_the_last_error_of_a_formula_is_kept():
 
 
 @contextlib.contextmanager
-def served_by_formula(name):
-    """No kernel takes a call, and this operator's formula serves it. That of a gated backward may
-    ask for the gate's part by an operator of its own."""
+def served_by_formula(*names):
+    """No kernel takes a call of these operators, each of which its formula serves. That of a gated
+    backward may ask for the gate's part by an operator of its own."""
     fallback.served.clear()
     ops._force("strategy=formula")
     try:
         yield
     finally:
         ops._force(None)
-    assert fallback.served[name] == 1
-    assert {*fallback.served} <= {name, "gate_backward"}
+    assert [fallback.served[name] for name in names] == [1] * len(names)
+    assert {*fallback.served} <= {*names, "gate_backward"}
 
 
 @pytest.mark.gpu
@@ -254,26 +254,17 @@ def test_every_operator_finds_its_formula(name, dtype):
 
 @pytest.mark.gpu
 def test_derivatives_of_formulas():
-    for shape, run in (
-        ((4, 16), lambda x, w: fl.layer_norm(x, w, w)),
-        ((4, 16, 3), lambda x, w: fl.group_norm(x, 2, w, w, activation="silu")),
-        ((4, 16), lambda x, w: fl.rms_norm_gated(x, x, w)),
+    for name, shape, run in (
+        ("layer_norm", (4, 16), lambda x, w: fl.layer_norm(x, w, w)),
+        ("group_norm", (4, 16, 3), lambda x, w: fl.group_norm(x, 2, w, w, activation="silu")),
+        ("rms_norm_gated", (4, 16), lambda x, w: fl.rms_norm_gated(x, x, w)),
     ):
-        gradients = []
-        for device in ("cpu", "cuda"):
-            torch.manual_seed(0)
-            x, w = torch.randn(shape), torch.randn(16)
-            x, w = x.to(device).requires_grad_(), w.to(device).requires_grad_()
-            fallback.served.clear()
-            if device == "cuda":
-                ops._force("strategy=formula")
-            try:
-                found = torch.autograd.grad(run(x, w).square().sum(), (x, w))
-            finally:
-                ops._force(None)
-            gradients.append([gradient.cpu() for gradient in found])
-        assert sorted(fallback.served.values()) == [1, 1]
-        torch.testing.assert_close(gradients[1], gradients[0])
+        leaves = x, w = torch.randn(shape, requires_grad=True), torch.randn(16, requires_grad=True)
+        expected = torch.autograd.grad(run(x, w).square().sum(), leaves)
+        with served_by_formula(f"{name}_forward", f"{name}_backward"):
+            y = run(x.cuda(), w.cuda())
+            found = torch.autograd.grad(y.square().sum(), leaves)
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.gpu

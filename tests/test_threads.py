@@ -10,9 +10,6 @@ import pytest
 import torch
 from numerics import Problem
 from processes import run
-from torch.utils.checkpoint import checkpoint
-
-import fused_layernorm as fl
 
 F32, BF16 = torch.float32, torch.bfloat16
 _ops = torch.ops.fused_layernorm
@@ -76,6 +73,7 @@ def forward_of(rows, cols, dtype):
     ids=str,
 )
 def test_a_small_plan_beside_a_large_one(backward, large, small):
+    """As autograd's thread is beside that of a direct call, or of a checkpoint's first forward."""
     make = backward_of if backward else forward_of
     in_turn(make(*large), make(*small))
     in_turn(make(*small), make(*large))
@@ -92,25 +90,6 @@ def test_the_same_kernel_with_other_numbers_of_teams(plans):
         calls.append(lambda run=backward, options=options: (plans.force(options), run()))
     assert needs[0] > needs[1] > 40 * 1024
     in_turn(calls[0], calls[1], times=6)
-
-
-def test_autograds_thread_beside_direct_calls():
-    x = torch.randn(3000, 4096, device="cuda", requires_grad=True)
-    weight = torch.randn(4096, device="cuda", requires_grad=True)
-    direct = backward_of(3000, 1024, F32)
-    for _ in range(4):
-        direct()
-        fl.layer_norm(x, weight).sum().backward()  # runs on autograd's thread
-    torch.cuda.synchronize()
-
-
-def test_checkpointed_models_of_two_row_lengths():
-    """Checkpointing runs forward once more, on autograd's thread."""
-    for cols in (150_528, 20_480, 150_528, 20_480):
-        x = torch.randn(32, cols, device="cuda", requires_grad=True)
-        norm = fl.FusedLayerNorm(cols, device="cuda")
-        checkpoint(lambda x, norm=norm: norm(norm(x)), x, use_reentrant=False).sum().backward()
-    torch.cuda.synchronize()
 
 
 @pytest.mark.multi_gpu
