@@ -6,12 +6,12 @@ import importlib
 import importlib.util
 import itertools
 import runpy
-import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
 import pytest
+from processes import run
 
 from fused_layernorm.integrations.after_import import after_import
 
@@ -110,15 +110,15 @@ def test_an_error_becomes_a_warning(package):
 def test_the_rules_of_dtensor_come_after_a_look():
     """They were lost to one find_spec before the import, which is not the package's own."""
     source = """
-import importlib.util, sys
-import fused_layernorm
-from fused_layernorm.integrations import after_import
-assert "torch.distributed.tensor" not in sys.modules
-seen = []
-after_import._finder.waiting["torch.distributed.tensor"].append(lambda: seen.append(1))
-assert importlib.util.find_spec("torch.distributed.tensor") is not None
-import torch.distributed.tensor as dtensor
-assert seen == [1]
-assert "fused" not in type(dtensor.__loader__).__module__
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", source], check=True)
+        import importlib.util, sys
+        import fused_layernorm
+        from fused_layernorm.integrations import after_import
+        assert "torch.distributed.tensor" not in sys.modules
+        seen = []
+        after_import._finder.waiting["torch.distributed.tensor"].append(lambda: seen.append(1))
+        assert importlib.util.find_spec("torch.distributed.tensor") is not None
+        import torch.distributed.tensor as dtensor
+        assert seen == [1]
+        assert "fused" not in type(dtensor.__loader__).__module__
+    """
+    run(source, options=("-W", "error"))

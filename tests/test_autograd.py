@@ -54,16 +54,6 @@ def check_derivatives(function, tensors, fast=True, **how):
 # ---- Derivatives of every order and mode.
 
 
-def test_a_bias_of_groups_whose_value_backward_does_not_read(device):
-    shapes = ((2, 6, 4), (6,), (6,))
-    x, weight, bias = (torch.randn(s, device=device, requires_grad=True) for s in shapes)
-    found, expected = (
-        torch.autograd.grad(norm(x, 2, weight, bias).square().sum(), (x, weight, bias))
-        for norm in (fl.group_norm, F.group_norm)
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "other"),
     [(*form, False) for form in FORMS] + [(*form, True) for form in FORMS if "ed" in form[0]],

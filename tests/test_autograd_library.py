@@ -6,11 +6,9 @@ Every other test runs on the active one. CI runs these and the derivatives' on b
 
 import contextlib
 import gc
-import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import unittest.mock
 import weakref
@@ -21,6 +19,7 @@ import forms
 import pytest
 import torch
 from numerics import ACTIVATIONS
+from processes import run
 from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import vmap
@@ -93,7 +92,7 @@ def test_one_of_the_two_is_registered(name, key):
 # A line of each scenario: a folder with a package, what torch calls its version, and whether the
 # library is disabled. One process imports torch for all.
 TRAIN = """
-import json, os, sys, traceback, warnings
+import os, sys, traceback, warnings
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 def train():
@@ -107,7 +106,7 @@ def train():
     (y * total).sum().backward()
     assert x.grad.abs().sum() > 0
     print(y.grad_fn.name(), autograd_library.active, autograd_library.reason, sep="|")
-for folder, version, disabled in json.loads(sys.argv[1]):
+for folder, version, disabled in SCENARIOS:
     sys.stdout.flush()
     if os.fork() == 0:
         os.environ["FUSED_LAYERNORM_PYTHON_AUTOGRAD"] = disabled
@@ -138,9 +137,7 @@ def test_which_library_a_fresh_process_loads(tmp_path):
     versions = ["2.99.0", "2.13.0a0+git1", "2.10.0.dev20250101"]
     scenarios = [(whole, "", ""), (whole, "", "1"), (poisoned, "", "")]
     scenarios += [(poisoned, version, "") for version in versions]
-    command = [sys.executable, "-c", TRAIN, json.dumps(scenarios)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    loaded, disabled, broken, *others = done.stdout.splitlines()
+    loaded, disabled, broken, *others = run(TRAIN, SCENARIOS=scenarios)[0].splitlines()
     assert loaded.startswith("FusedAddLayerNormBackward|True|compiled for torch")
     assert disabled.endswith(f"|False|{autograd_library.DISABLE}=1")
     assert broken.startswith("UserWarning: fused_layernorm takes Python's autograd: libfused")

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 import warnings
 from types import SimpleNamespace
 from typing import cast
@@ -13,6 +12,7 @@ from typing import cast
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import run
 
 from fused_layernorm import FusedLayerNorm, add_layer_norm, layer_norm, override_aten
 from fused_layernorm.__main__ import facts, report
@@ -126,11 +126,10 @@ def problems_under(tmp_path, *answers):
     source.write_text(STUB)
     library = tmp_path / "libcuda.so.1"
     subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
-    program = f"""
+    program = """
         import os, sys
-        sys.path[:0] = {sys.path!r}
         import torch
-        for version, result in {answers!r}:
+        for version, result in ANSWERS:
             sys.stdout.flush()
             if os.fork() == 0:
                 os.environ.update(DRIVER_VERSION=str(version), DRIVER_RESULT=str(result))
@@ -140,11 +139,9 @@ def problems_under(tmp_path, *answers):
             assert os.wait()[1] == 0
     """
     libraries = [str(tmp_path), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    env = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(libraries)}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr
-    return [text.strip() for text in done.stdout.split("problem:")[1:]], done.stderr
+    environment = {"LD_LIBRARY_PATH": os.pathsep.join(libraries)}
+    printed, said = run(program, environment=environment, ANSWERS=answers)
+    return [text.strip() for text in printed.split("problem:")[1:]], said
 
 
 @needs_kernels
@@ -209,7 +206,7 @@ def test_a_module_under_an_old_driver(driver, compiled):
 def test_a_process_forks_after_the_import():
     """The import does not initialise the driver, so that a forked process can use CUDA."""
     program = """
-        import os, sys
+        import os
         import torch, fused_layernorm
         assert not torch.cuda.is_initialized()
         child = os.fork()
@@ -219,7 +216,4 @@ def test_a_process_forks_after_the_import():
             os._exit(0 if torch.isfinite(y).all().item() else 1)
         assert os.waitpid(child, 0)[1] == 0
     """
-    program = f"import sys; sys.path[:0] = {sys.path!r}\n" + textwrap.dedent(program)
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run(program)

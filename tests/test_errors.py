@@ -6,9 +6,7 @@ import functools
 import math
 import re
 import shutil
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import covering
+from processes import run
 
 import fused_layernorm as fl
 from fused_layernorm import ada_layer_norm, add_layer_norm, calls, layer_norm, stock
@@ -537,7 +536,7 @@ def test_operators_refuse_with_the_same_sentences(device):
             torch.ops.fused_layernorm.layer_norm(*given)
 
 
-# What backward operators refuse: an argument, what takes its place, and the sentence.
+# What operators refuse on CUDA: an argument, what takes its place, and the sentence.
 Refused = list[tuple[str, Any, str]]
 OF_STATISTICS = "mean and rstd must be those of the forward pass"
 AS_INPUT, TO_INPUT = "must have the shape of the input", "must broadcast to the shape of the input"
@@ -608,6 +607,10 @@ REFUSED: dict[str, Refused] = {
         ("activation", "tanh", "activation must be None, 'gelu', 'gelu_tanh', 'silu', 'relu' or "
          "'leaky_relu', got 'tanh'"),
     ],
+    "rms_norm_gated": [
+        *OF_GROUPS_OF_COLUMNS, ("eps", NAN, "eps must be a number"),
+        ("gate", torch.ones(4, 8), "gate must be on the input's device"),
+    ],
     "rms_norm_gated_backward": [
         *OF_GROUPS_OF_COLUMNS, ("dy", ((4, 1), F32), f"dy {AS_INPUT}"),
         ("rstd", ((4, 1), F32), "rstd must be that of the forward pass"),
@@ -661,7 +664,7 @@ def right_arguments(overload, device):
     ("operator", "what", "value", "sentence"),
     [(operator, *case) for operator, cases in REFUSED.items() for case in cases],
 )
-def test_backward_operators_refuse(operator, what, value, sentence):
+def test_operators_refuse_on_cuda(operator, what, value, sentence):
     """What the kernels would otherwise read out of bounds, or as something else, also where no
     gradient is asked for. Autograd never calls them so; on the CPU PyTorch's operators compute."""
     overload = getattr(torch.ops.fused_layernorm, operator).default
@@ -672,22 +675,6 @@ def test_backward_operators_refuse(operator, what, value, sentence):
         asked = dict.fromkeys((name for name in given if name.startswith("needs_")), needs)
         with pytest.raises((RuntimeError, ValueError), match=re.escape(sentence)):
             overload(*{**given, **asked}.values())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("what", "value", "sentence"),
-    [
-        *OF_GROUPS_OF_COLUMNS,
-        ("eps", math.nan, "eps must be a number"),
-        ("gate", torch.ones(4, 8), "gate must be on the input's device"),
-    ],
-)
-def test_the_forward_operator_of_gates_refuses(what, value, sentence):
-    overload = torch.ops.fused_layernorm.rms_norm_gated.default
-    given = right_arguments(overload, "cuda") | numerics.made({what: value}, "cuda")
-    with pytest.raises((RuntimeError, NotImplementedError, ValueError), match=re.escape(sentence)):
-        overload(*given.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
@@ -815,9 +802,9 @@ def test_what_it_cannot_run_with_is_named(tmp_path):
     package = Path(fl.__file__).parent
     without = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(package, tmp_path / package.name, ignore=without)
-    source = f"""
+    source = """
         import sys
-        sys.path[:0] = {[str(tmp_path), *sys.path]!r}
+        sys.path.insert(0, FOLDER)
         import torch
 
         def told():
@@ -835,9 +822,7 @@ def test_what_it_cannot_run_with_is_named(tmp_path):
         sys.version_info, sys.version = (3, 9, 1), "3.9.1 (default)"
         told()
         """
-    command = [sys.executable, "-c", textwrap.dedent(source)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    binary, torch_, python = result.stdout.splitlines()
+    binary, torch_, python = run(source, FOLDER=str(tmp_path))[0].splitlines()
     assert binary.startswith("fused_layernorm's binary does not load")
     assert "Install the package" in binary
     assert torch_.startswith("fused_layernorm needs torch >= 2.10; this is 2.9.1+cpu")

@@ -2,21 +2,20 @@
 """`import fused_layernorm` changes no result and no error of PyTorch's own norms."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from processes import run
 
 from fused_layernorm.ops import autograd_library
 
 # Calls of PyTorch's norms, most of them invalid, in every state in which our kernels at its keys
 # could meet them. It prints what each gives: the sum of the result, or the error.
 PROGRAM = """
-import contextlib, json, sys, warnings
+import contextlib, json, warnings
 import torch
 from torch import nn
 from torch.nn import functional as F
-device, imports = sys.argv[1:]
+device, imports = DEVICE, IMPORTS
 warnings.simplefilter("ignore")
 if imports != "without":
     import fused_layernorm.override
@@ -91,8 +90,7 @@ print(json.dumps(seen))
 
 
 def seen(device, imports):
-    command = [sys.executable, "-c", PROGRAM, device, imports]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return json.loads(run(PROGRAM, DEVICE=device, IMPORTS=imports)[0])
 
 
 @pytest.mark.parametrize("imports", ["with", "registered"])

@@ -2,14 +2,11 @@
 """Norms that have a part of the multiprocessors: a margin left free, and green contexts."""
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
 import torch
+from processes import run
 
 import fused_layernorm as fl
 from fused_layernorm import margin
@@ -84,24 +81,6 @@ def test_margins_that_cannot_be():
     assert current() == 0
 
 
-def run(*scripts, environment=None, **words):
-    """What scripts print, one behind the other, with values in the place of words; they end in
-    time."""
-    text = "".join(map(textwrap.dedent, scripts))
-    for word, value in words.items():
-        text = text.replace(word, repr(value))
-    ran = subprocess.run(
-        [sys.executable, "-c", text],
-        env={**os.environ, **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return ran.stdout.strip()
-
-
 def test_the_environment_sets_a_margin():
     for given, words in (("-1", "'-1'"), ("many", "'many'"), ("65536", "'65536'")):
         with pytest.raises(ValueError, match=f"{margin.VARIABLE} to be a number .* got {words}"):
@@ -115,7 +94,7 @@ def test_the_environment_sets_a_margin():
             print(outside, plan(), end=" ")
         print(plan())
     """
-    assert run(script, environment={margin.VARIABLE: "12"}) == "120 130 120"
+    assert run(script, environment={margin.VARIABLE: "12"})[0] == "120 130 120"
 
 
 # ---- On the GPU.

@@ -254,16 +254,22 @@ def test_the_last_error_of_a_formula_is_kept():
     assert ops._formula_error().startswith("expected num_groups that divides the 3 channels")
 
 
+# Without a kernel for a gated sum's gradients, its operator asks these for them.
+SPLIT = {"add_ada_layer_norm_backward": {"ada_layer_norm_backward", "gate_backward"}}
+
+
 @contextlib.contextmanager
 def served_by_formula(*names):
-    """No kernel takes a call; checks which operators' formulas served."""
+    """No kernel takes a call; checks which operators' formulas served it: its own, or those of the
+    operators by which it is computed."""
     fallback.served.clear()
     ops._force("strategy=formula")
     try:
         yield
     finally:
         ops._force(None)
-    assert fallback.served == dict.fromkeys(names, 1)
+    served = dict(fallback.served)
+    assert served == dict.fromkeys(names, 1) or (served and {*served} <= SPLIT.get(names[0], set()))
 
 
 @pytest.mark.gpu
@@ -289,26 +295,17 @@ def test_every_operator_finds_its_formula(name, dtype):
 
 @pytest.mark.gpu
 def test_derivatives_of_formulas():
-    for shape, run in (
-        ((4, 16), lambda x, w: fl.layer_norm(x, w, w)),
-        ((4, 16, 3), lambda x, w: fl.group_norm(x, 2, w, w, activation="silu")),
-        ((4, 16), lambda x, w: fl.rms_norm_gated(x, x, w)),
+    for name, shape, run in (
+        ("layer_norm", (4, 16), lambda x, w: fl.layer_norm(x, w, w)),
+        ("group_norm", (4, 16, 3), lambda x, w: fl.group_norm(x, 2, w, w, activation="silu")),
+        ("rms_norm_gated", (4, 16), lambda x, w: fl.rms_norm_gated(x, x, w)),
     ):
-        gradients = []
-        for device in ("cpu", "cuda"):
-            torch.manual_seed(0)
-            x, w = torch.randn(shape), torch.randn(16)
-            x, w = x.to(device).requires_grad_(), w.to(device).requires_grad_()
-            fallback.served.clear()
-            if device == "cuda":
-                ops._force("strategy=formula")
-            try:
-                found = torch.autograd.grad(run(x, w).square().sum(), (x, w))
-            finally:
-                ops._force(None)
-            gradients.append([gradient.cpu() for gradient in found])
-        assert sorted(fallback.served.values()) == [1, 1]
-        torch.testing.assert_close(gradients[1], gradients[0])
+        leaves = x, w = torch.randn(shape, requires_grad=True), torch.randn(16, requires_grad=True)
+        expected = torch.autograd.grad(run(x, w).square().sum(), leaves)
+        with served_by_formula(f"{name}_forward", f"{name}_backward"):
+            y = run(x.cuda(), w.cuda())
+            found = torch.autograd.grad(y.square().sum(), leaves)
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.gpu

@@ -2,8 +2,6 @@
 """A GPU that host threads share: their kernels take no shared memory away from each other."""
 
 import random
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,9 +9,7 @@ import numerics
 import pytest
 import torch
 from numerics import Problem
-from torch.utils.checkpoint import checkpoint
-
-import fused_layernorm as fl
+from processes import run
 
 F32, BF16 = torch.float32, torch.bfloat16
 _ops = torch.ops.fused_layernorm
@@ -77,6 +73,7 @@ def forward_of(rows, cols, dtype):
     ids=str,
 )
 def test_a_small_plan_beside_a_large_one(backward, large, small):
+    """As autograd's thread is beside that of a direct call, or of a checkpoint's first forward."""
     make = backward_of if backward else forward_of
     in_turn(make(*large), make(*small))
     in_turn(make(*small), make(*large))
@@ -93,25 +90,6 @@ def test_the_same_kernel_with_other_numbers_of_teams(plans):
         calls.append(lambda run=backward, options=options: (plans.force(options), run()))
     assert needs[0] > needs[1] > 40 * 1024
     in_turn(calls[0], calls[1], times=6)
-
-
-def test_autograds_thread_beside_direct_calls():
-    x = torch.randn(3000, 4096, device="cuda", requires_grad=True)
-    weight = torch.randn(4096, device="cuda", requires_grad=True)
-    direct = backward_of(3000, 1024, F32)
-    for _ in range(4):
-        direct()
-        fl.layer_norm(x, weight).sum().backward()  # runs on autograd's thread
-    torch.cuda.synchronize()
-
-
-def test_checkpointed_models_of_two_row_lengths():
-    """Checkpointing runs forward once more, on autograd's thread."""
-    for cols in (150_528, 20_480, 150_528, 20_480):
-        x = torch.randn(32, cols, device="cuda", requires_grad=True)
-        norm = fl.FusedLayerNorm(cols, device="cuda")
-        checkpoint(lambda x, norm=norm: norm(norm(x)), x, use_reentrant=False).sum().backward()
-    torch.cuda.synchronize()
 
 
 @pytest.mark.multi_gpu
@@ -161,8 +139,7 @@ except Exception:
 
 
 def test_a_launch_error_names_plan_and_shape():
-    command = [sys.executable, "-c", _FAILING_LAUNCH]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    said, _ = run(_FAILING_LAUNCH, fails=True)
     assert "CUDA error: " in said
     assert "at the launch of forward for 64 rows of 1024 columns, x float32" in said
     assert '"threads": ' in said
