@@ -32,15 +32,15 @@ def coverage(archs: list[str], capability: tuple[int, int]) -> str | None:
     Machine code runs on its own major version from its own minor version up (with an "a", on its
     own version alone). PTX runs on every later version, compiled by the driver at first use.
     """
-    parsed = [re.fullmatch(r"(\d+)(\d)([af]?)(\+PTX)?", arch) for arch in archs]
-    known = [((int(m[1]), int(m[2])), m[3], bool(m[4])) for m in parsed if m]
-    for (major, minor), suffix, _ in sorted(known, reverse=True):
-        same = (major, minor) == capability
-        if same or (major == capability[0] and minor < capability[1] and suffix != "a"):
-            return f"runs the kernels for {major}.{minor}{suffix}"
-    for (major, minor), suffix, has_ptx in sorted(known, reverse=True):
-        if has_ptx and not suffix and (major, minor) < capability:
-            return f"runs the PTX of {major}.{minor}, compiled at first use"
+    parsed = (re.fullmatch(r"(\d+)(\d)([af]?)(\+PTX)?", arch) for arch in archs)
+    known = sorted((((int(m[1]), int(m[2])), m[3], m[4]) for m in parsed if m), reverse=True)
+    for version, suffix, _ in known:
+        is_older = version[0] == capability[0] and version < capability and suffix != "a"
+        if version == capability or is_older:
+            return f"runs the kernels for {version[0]}.{version[1]}{suffix}"
+    for version, suffix, ptx in known:
+        if ptx and not suffix and version < capability:
+            return f"runs the PTX of {version[0]}.{version[1]}, compiled at first use"
     return None
 
 
@@ -51,14 +51,10 @@ def facts() -> dict[str, Any]:
     cuda = re.match(r"cuda (\d+\.\d+)", build_info)
     devices = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        name = torch.cuda.get_device_name(index)
         capability = torch.cuda.get_device_capability(index)
-        devices.append(
-            {
-                "name": torch.cuda.get_device_name(index),
-                "capability": ".".join(map(str, capability)),
-                "runs": coverage(archs, capability),
-            }
-        )
+        runs = coverage(archs, capability)
+        devices.append({"name": name, "capability": ".".join(map(str, capability)), "runs": runs})
     return {
         "fused_layernorm": __version__,
         "torch": torch.__version__,
@@ -82,21 +78,12 @@ def facts() -> dict[str, Any]:
 
 def report(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """The facts as lines to print, (label, text)."""
-    archs = facts["compiled_for"]
-    cuda = facts["torch_cuda"]
-    lines = [
-        ("fused_layernorm", facts["fused_layernorm"]),
-        ("torch", f"{facts['torch']}, {f'CUDA {cuda}' if cuda else 'CPU only'}"),
-        ("Python", facts["python"]),
-        ("compiled with", facts["compiled_with"]),
-        ("compiled for", in_words(archs) if archs else "CPU only"),
-    ]
-    for index, device in enumerate(facts["devices"]):
-        name = f"{device['name']}, capability {device['capability']}"
-        lines.append((f"device {index}", f"{name}: {device['runs'] or 'no kernels for it'}"))
-    if not facts["devices"]:
-        lines.append(("devices", "torch sees no CUDA device"))
-
+    archs, cuda, autograd = facts["compiled_for"], facts["torch_cuda"], facts["autograd"]
+    devices = [
+        (f"device {index}", f"{one['name']}, capability {one['capability']}: "
+         f"{one['runs'] or 'no kernels for it'}")
+        for index, one in enumerate(facts["devices"])
+    ]  # fmt: skip
     if problem := facts["driver_problem"]:
         kernels = f"in, but not used: {problem}"
     elif not archs:
@@ -105,12 +92,19 @@ def report(facts: dict[str, Any]) -> list[tuple[str, str]]:
         kernels = "in, and used for CUDA tensors"
     else:
         kernels = "in, but no device here runs them"
-    lines.append(("norms", ", ".join(facts["norms"])))
-    lines.append(("CUDA kernels", kernels))
-    lines.append(("CPU tensors", "take PyTorch's own operators"))
-    lines.append(("autograd", f"in {facts['autograd']['language']}: {facts['autograd']['reason']}"))
-    lines.append(("override_aten", "active" if facts["override_aten"] else "not active"))
-    return lines
+    return [
+        ("fused_layernorm", facts["fused_layernorm"]),
+        ("torch", f"{facts['torch']}, {f'CUDA {cuda}' if cuda else 'CPU only'}"),
+        ("Python", facts["python"]),
+        ("compiled with", facts["compiled_with"]),
+        ("compiled for", in_words(archs) if archs else "CPU only"),
+        *(devices or [("devices", "torch sees no CUDA device")]),
+        ("norms", ", ".join(facts["norms"])),
+        ("CUDA kernels", kernels),
+        ("CPU tensors", "take PyTorch's own operators"),
+        ("autograd", f"in {autograd['language']}: {autograd['reason']}"),
+        ("override_aten", "active" if facts["override_aten"] else "not active"),
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -118,15 +112,13 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m fused_layernorm", description="What is installed and what will be used."
     )
     parser.add_argument("--json", action="store_true", help="as a JSON object, for scripts")
-    arguments = parser.parse_args(argv)
     found = facts()
-    if arguments.json:
+    if parser.parse_args(argv).json:
         print(json.dumps(found, indent=2))
         return
     lines = report(found)
     width = max(len(label) for label, _ in lines)
-    for label, text in lines:
-        print(f"{label:<{width}}  {text}")
+    print("\n".join(f"{label:<{width}}  {text}" for label, text in lines))
 
 
 if __name__ == "__main__":

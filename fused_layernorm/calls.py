@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import Parameter
 
-from . import onnx, stock
+from . import stock
 from .compile import choice
 from .ops import arguments, autograd_library, formulas, groups
 from .ops.autocast import under_autocast
@@ -172,8 +172,8 @@ def run(a: Arguments) -> Any:
     if is_compiling():  # Dynamo does not trace the exception handling below
         return choice.run(a)
     try:
-        if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
-            return onnx.run(a)
+        if (_dispatch_modes() or _is_tracing()) and torch.onnx.is_in_onnx_export():
+            return _in_onnx(a)
         if a.input.is_cpu:
             if (found := stock.run(a)) is not None:
                 return found
@@ -192,6 +192,19 @@ def run(a: Arguments) -> Any:
         raise arguments.explain(error, a) from None
 
 
+def _in_onnx(a: Arguments) -> Any:
+    """A call in the operators that torch.onnx.export translates: the norm itself where nothing is
+    fused to it. Without dynamo that knows no rms_norm, nor a layer_norm over sizes that are traced.
+    """
+    arguments.check(a)
+    dtypes = {tensor.dtype for tensor in (a.input, a.weight, a.bias) if tensor is not None}
+    is_plain = a.is_plain and not a.is_rms and not a.keeps_order
+    if is_plain and len(dtypes) == 1 and not _is_tracing():
+        return stock.norm_of(a.input, a)
+    found = formulas.forward(a)
+    return found[0] if a.residual is None else found[:2]
+
+
 def call(
     operator: OpOverload,
     a: Any,
@@ -206,7 +219,7 @@ def call(
     family: whose formula PyTorch differentiates on the CPU. Its derivative keeps what forward has
     computed, which a backward operator would compute again.
     """
-    if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
+    if (_dispatch_modes() or _is_tracing()) and torch.onnx.is_in_onnx_export():
         check(a)
         return in_pytorch(a)
     try:

@@ -53,7 +53,6 @@ class Family:
     gated_backward: OpOverload | None = None  # of a call with one
     # The shape of the statistics of a call's x.
     statistics: Callable[[Any], Any] = lambda a: _of_rows(a)
-    least_ndim: int = 1  # of input
     folds: bool = False  # whether a batch of vmap belongs to the first dimension, or precedes it
     keeps_order: bool = False  # whether y and dx have it, whatever a call says
 

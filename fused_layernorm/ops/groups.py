@@ -81,7 +81,6 @@ FAMILY = Family(
     formula,
     load.operators.group_norm_backward.default,
     statistics=lambda a: (a.input.shape[0], a.num_groups),
-    least_ndim=2,
     folds=True,
     keeps_order=True,
 )

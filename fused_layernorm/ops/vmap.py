@@ -56,14 +56,12 @@ def vmap_of(
         x = "x" if "x" in Call._fields else "input"
         first = to_front(getattr(a, x), getattr(dims, x), size)
         ndim = first.dim()
-        of_samples = (
-            always
-            or ndim <= family.least_ndim
-            or any(getattr(dims, name) is not None or name in a.wanted for name in _SHARED)
+        of_samples = always or any(
+            getattr(dims, name) is not None or name in a.wanted for name in _SHARED
         )
-        if of_samples and not is_backward:
+        if not is_backward:
             pairs = zip(args, in_dims, strict=True)
-            family.check(Call(*(t if dim is None else t.select(dim, 0) for t, dim in pairs)))
+            family.check(family.Call(*(t if d is None else t.select(d, 0) for t, d in pairs)))
 
         def batched(name: str, tensor: Tensor, dim: int | None) -> Tensor:
             found: Tensor = to_front(tensor, dim, size)
@@ -76,9 +74,7 @@ def vmap_of(
                 return found.contiguous()
             if name not in broadcast:
                 return found
-            # If a modulation that samples share has more dimensions than a sample, its first would
-            # be aligned with the batch: with one more the operator refuses it.
-            if dim is None and tensor.dim() < ndim and not is_backward:
+            if dim is None and not is_backward:  # it broadcasts to each sample as it is
                 return tensor
             return found.reshape(size, *[1] * (ndim - found.dim()), *found.shape[1:])
 
