@@ -67,22 +67,25 @@ def class_of(module, name):
         pytest.skip(f"the installed version has no {module}.{name}")
 
 
-def check_onnx(model, inputs, **options):
-    """Asserts that a model exported through TorchScript gives in onnxruntime what it gives here."""
+def check_onnx(model, inputs, program=None, tolerance=1e-5, **options):
+    """Asserts that a model's ONNX program, by default exported through TorchScript, gives in
+    onnxruntime what the model gives here."""
     onnxruntime = get("onnxruntime")
     get("onnx")
     buffer: Any = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter without dynamo is deprecated
-        torch.onnx.export(model, inputs, buffer, dynamo=False, **options)
-    session = onnxruntime.InferenceSession(buffer.getvalue(), providers=["CPUExecutionProvider"])
+        if program is None:
+            torch.onnx.export(model, inputs, buffer, dynamo=False, **options)
+    exported = program.model_proto.SerializeToString() if program else buffer.getvalue()
+    session = onnxruntime.InferenceSession(exported, providers=["CPUExecutionProvider"])
     names = [given.name for given in session.get_inputs()]
     found = session.run(None, {n: x.cpu().numpy() for n, x in zip(names, inputs, strict=True)})
     expected = model(*inputs)
     for y, other in zip(found, [expected] if len(found) == 1 else expected, strict=True):
-        tolerance = 2e-3 if other.dtype is torch.float16 else 1e-5
+        within = 2e-3 if other.dtype is torch.float16 else tolerance
         y = torch.from_numpy(y).to(other.device)
-        torch.testing.assert_close(y, other, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(y, other, rtol=within, atol=within)
 
 
 _declared = None  # the declarations last as long as this library

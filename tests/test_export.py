@@ -226,47 +226,35 @@ def test_a_named_batch_gets_no_guard(name, operators):
     torch.testing.assert_close(program.module()(x), model(x))
 
 
-def check_onnx(program, path, model, x):
-    """Asserts that a program exported to ONNX gives what the model does."""
-    onnxruntime = pytest.importorskip("onnxruntime")
-    program.save(str(path))
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    expected = model(x)
-    expected = (expected,) if isinstance(expected, torch.Tensor) else expected
-    found = tuple(map(torch.from_numpy, found))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
 def to_onnx(*given, **how) -> Any:
     pytest.importorskip("onnxscript")
     return torch.onnx.export(*given, dynamo=True, verbose=False, **how)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_onnx_of_a_swapped_group_norm_of_any_size(tmp_path, channels_last):
+def test_onnx_of_a_swapped_group_norm_of_any_size(channels_last):
     model = fl.swap_norms(nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8)))
     order = torch.channels_last if channels_last else torch.contiguous_format
     x = torch.randn(3, 8, 5, 6).to(memory_format=order)
     sizes = {0: Dim("batch"), 2: Dim("height"), 3: Dim("width")}
     program = to_onnx(model, (x,), dynamic_shapes=(sizes,))
-    check_onnx(program, tmp_path / "model.onnx", model, torch.randn(2, 8, 7, 4))
+    libraries.check_onnx(model, (torch.randn(2, 8, 7, 4),), program, 1e-4)
 
 
-def test_onnx(tmp_path):
+def test_onnx():
     model = Model(*NARROW)
     program = exported(model, torch.randn(3, 4, 16)).run_decompositions(fl.decompositions())
-    check_onnx(to_onnx(program), tmp_path / "model.onnx", model, torch.randn(5, 4, 16))
+    libraries.check_onnx(model, (torch.randn(5, 4, 16),), to_onnx(program), 1e-4)
 
 
 @pytest.mark.parametrize(("grad", "names"), [(False, ["plain"]), (True, NARROW)], ids=str)
-def test_onnx_of_a_module_needs_no_table(tmp_path, grad, names):
+def test_onnx_of_a_module_needs_no_table(grad, names):
     model, x = Model(*names), torch.randn(3, 4, 16)
     with torch.set_grad_enabled(grad):
         program = to_onnx(model, (x,))
     assert "LayerNormalization" in [node.op_type for node in program.model.graph]
     with torch.no_grad():
-        check_onnx(program, tmp_path / "model.onnx", model, x)
+        libraries.check_onnx(model, (x,), program, 1e-4)
 
 
 # A function, or a model; the dtypes and sizes of its tensors; options.
