@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import calls, onnx, stock
+from . import calls, stock
 from .ops import arguments, packed
 from .ops.autograd import in_forward_mode, needs_grad
 from .ops.head_formulas import (
@@ -186,7 +186,7 @@ def qkv_norm_rope(
     takes = qkv.dim() == 4 and has_kernel(qkv, cos) and has_rows(qkv)
     if takes and not calls.is_compiling():
         by_pytorch = qkv.dtype not in arguments.HALF and stock.differentiates(qkv)
-        takes = not (by_pytorch or onnx.is_exporting())
+        takes = not (by_pytorch or torch.onnx.is_in_onnx_export())
     if not takes:
         parts = packed.parts(p, qkv)
         return *_run(packed.heads(p, *parts[:2])), parts[2]
