@@ -549,9 +549,9 @@ def heads_of(q, k, q_weight, k_weight):
 
 def packed_of(qkv, q_weight, k_weight):
     cos, sin = torch.linspace(-1, 1, 80, device=qkv.device).view(2, 5, 8)
-    weights = {} if q_weight.shape == (8,) else {"statistic": None}
-    q_weight, k_weight = (None, None) if weights else (q_weight, k_weight)
-    found = fl.qkv_norm_rope(2 * qkv, q_weight, k_weight, cos, sin, seq_dim=2, **weights)
+    statistic = "rms" if q_weight.shape == (8,) else None
+    q_weight, k_weight = (q_weight, k_weight) if statistic else (None, None)
+    found = fl.qkv_norm_rope(2 * qkv, q_weight, k_weight, cos, sin, seq_dim=2, statistic=statistic)
     return torch.cat(found, 1)
 
 

@@ -308,8 +308,9 @@ def of_heads(model, x):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_norms_of_one_projection(device, calls, compiled):
-    model, x = nn.Sequential(OfTimm()).to(device), torch.randn(2, 5, 48, device=device)
-    for norm in (model[0].q_norm, model[0].k_norm):
+    attention = OfTimm().to(device)
+    model, x = nn.Sequential(attention), torch.randn(2, 5, 48, device=device)
+    for norm in (attention.q_norm, attention.k_norm):
         norm.weight.data += torch.randn_like(norm.weight) / 3
         norm.bias.data += torch.randn_like(norm.bias)
     expected = of_heads(model, x)
@@ -328,7 +329,7 @@ def test_norms_of_one_projection(device, calls, compiled):
         model(x)
     with torch.autocast(torch.device(device).type, torch.bfloat16):
         model(x)
-    handle = model[0].q_norm.register_forward_hook(lambda *_: None)
+    handle = attention.q_norm.register_forward_hook(lambda *_: None)
     model(x)
     handle.remove()
     assert not calls
