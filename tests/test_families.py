@@ -549,10 +549,7 @@ def heads_of(q, k, q_weight, k_weight):
 
 def packed_of(qkv, q_weight, k_weight):
     cos, sin = torch.linspace(-1, 1, 80, device=qkv.device).view(2, 5, 8)
-    statistic = "rms" if q_weight.shape == (8,) else None
-    q_weight, k_weight = (q_weight, k_weight) if statistic else (None, None)
-    found = fl.qkv_norm_rope(2 * qkv, q_weight, k_weight, cos, sin, seq_dim=2, statistic=statistic)
-    return torch.cat(found, 1)
+    return torch.cat(fl.qkv_norm_rope(2 * qkv, q_weight, k_weight, cos, sin, 1e-6, seq_dim=2), 1)
 
 
 def groups_of(x, weight, bias):
@@ -575,7 +572,8 @@ class Traced(nn.Module):
 
 IMAGES = [(2, 6, 4, 4), (2, 1, 4, 4), (2, 6, 1, 1)]
 TRACED: list[Any] = [  # functions, and the shapes of their tensors
-    (heads_of, [(2, 5, 6, 64), (2, 5, 2, 64), (64,), (64,)]), (groups_of, [IMAGES[0], (6,), (6,)]),
+    (heads_of, [(2, 5, 6, 64), (2, 5, 2, 64), (64,), (64,)]),
+    (packed_of, [(2, 5, 3, 2, 16), (16,), (16,)]), (groups_of, [IMAGES[0], (6,), (6,)]),
     *((channels_of, [shape, shape[1:2], shape[1:2]]) for shape in IMAGES),
     *((functools.partial(gated, i), [(4, 16), (4, 16), (16,), (16,)]) for i in (0, 5)),
 ]  # fmt: skip
@@ -594,7 +592,7 @@ def test_compile_and_export(device, function, shapes, channels_last):
     dy = torch.randn_like(y)
     expected = [y, *torch.autograd.grad(y, leaves, dy)]
     ways: list[Any] = [{"backend": "aot_eager"}, {"backend": "aot_eager", "dynamic": True}]
-    if len(shapes) == 4:
+    if function in (heads_of, packed_of):
         ways.append({"backend": "fused_layernorm"})
     for how in ways:
         torch._dynamo.reset()
