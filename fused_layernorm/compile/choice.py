@@ -92,7 +92,7 @@ def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: boo
 
     others: what else may want a gradient. fuses: whether more than the norm is one call.
     """
-    if not torch.compiler.is_dynamo_compiling():
+    if not (CHOOSES and torch.compiler.is_dynamo_compiling()):
         return False
     size, statistic = math.prod(x.shape[1:]) // num_groups, "layer"
     if num_groups == x.shape[1]:
@@ -106,7 +106,7 @@ def _want_gradients(*tensors: Tensor | None) -> bool:
 
 
 def _choice_for(a: Arguments) -> str:
-    if a.input.dim() < a.normalized_ndim or a.keeps_order:
+    if not CHOOSES or a.input.dim() < a.normalized_ndim or a.keeps_order:
         return "KERNEL"
     fusion = "RESIDUAL" if a.residual is not None else "ACTIVATED" if a.activation else "PLAIN"
     may_be_cast = fusion == "PLAIN" and a.out_dtype is None and _is_one(a.output_scale)
@@ -128,10 +128,12 @@ def _choice_of(
 
     `may_be_cast`: autocast casts x for PyTorch's norm, if it is on.
     """
+    if not CHOOSES:
+        return "KERNEL"
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     device, stride = x.device.type, x.stride(-1)
-    if not CHOOSES or device not in rules.DEVICES or not has_static_value(cols):
+    if device not in rules.DEVICES or not has_static_value(cols):
         return "KERNEL"
     casts = may_be_cast and has_autocast(device) and torch.is_autocast_enabled(device)
     is_apart = not has_static_value(stride) or index(stride) != 1
