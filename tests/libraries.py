@@ -67,15 +67,20 @@ def class_of(module, name):
         pytest.skip(f"the installed version has no {module}.{name}")
 
 
-def check_onnx(model, inputs, **options):
-    """Asserts that a model exported through TorchScript gives in onnxruntime what it gives here."""
+def check_onnx(model, inputs, program=None, **options):
+    """Asserts that a model gives in onnxruntime what it gives here: as this exported program, or
+    exported through TorchScript."""
     onnxruntime = get("onnxruntime")
     get("onnx")
-    buffer: Any = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter without dynamo is deprecated
-        torch.onnx.export(model, inputs, buffer, dynamo=False, **options)
-    session = onnxruntime.InferenceSession(buffer.getvalue(), providers=["CPUExecutionProvider"])
+    if program is not None:
+        exported = program.model_proto.SerializeToString()
+    else:
+        buffer: Any = io.BytesIO()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the exporter without dynamo is deprecated
+            torch.onnx.export(model, inputs, buffer, dynamo=False, **options)
+        exported = buffer.getvalue()
+    session = onnxruntime.InferenceSession(exported, providers=["CPUExecutionProvider"])
     names = [given.name for given in session.get_inputs()]
     found = session.run(None, {n: x.cpu().numpy() for n, x in zip(names, inputs, strict=True)})
     expected = model(*inputs)
