@@ -5,21 +5,19 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import libraries
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import run
 from torch import nn
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fused_layernorm as fl
 
-ROOT = Path(fl.__file__).parents[1]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {}, "gelu": {"activation": "gelu", "scale": 0.5},
     "gelu_tanh": {"activation": "gelu_tanh"}, "silu": {"activation": "silu", "scale": 2.0},
@@ -67,16 +65,14 @@ def exported(model, x, grad=False, strict=False):
 
 
 def check_in_a_fresh_process(code, folder, model, x, **env):
-    """Asserts that there the code, which knows folder and x, finds what the model gives here."""
+    """Asserts that there the code, which knows FOLDER and x, finds what the model gives here."""
     torch.save((x, tuple(model(x))), folder / "data.pt")
-    code = f"""import sys, torch
-folder = {str(folder)!r}
-x, expected = torch.load(folder + "/data.pt")
-same = lambda found: torch.testing.assert_close(tuple(found), expected)
-{code}"""
-    command, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert result.returncode == 0, (result.returncode, result.stderr)
+    begin = """
+        import sys, torch
+        x, expected = torch.load(FOLDER + "/data.pt")
+        same = lambda found: torch.testing.assert_close(tuple(found), expected)
+    """
+    run(begin, code, environment=env, FOLDER=str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -170,10 +166,12 @@ def test_saved_program_runs_in_a_fresh_process(tmp_path):
     plain = program.run_decompositions(fl.decompositions())
     torch.export.save(program, tmp_path / "program.pt2")
     torch.export.save(plain, tmp_path / "plain.pt2")
-    code = """same(torch.export.load(folder + "/plain.pt2").module()(x))
-assert "fused_layernorm" not in sys.modules
-import fused_layernorm
-same(torch.export.load(folder + "/program.pt2").module()(x))"""
+    code = """
+        same(torch.export.load(FOLDER + "/plain.pt2").module()(x))
+        assert "fused_layernorm" not in sys.modules
+        import fused_layernorm
+        same(torch.export.load(FOLDER + "/program.pt2").module()(x))
+    """
     check_in_a_fresh_process(code, tmp_path, model, x)
 
 
@@ -185,12 +183,15 @@ def test_aotinductor_package_runs_in_a_fresh_process(tmp_path, device, compiler)
         torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
     x = torch.randn(5, 4, 16, device=device)
     # torch 2.10 does not import codecache itself.
-    code = """import fused_layernorm, torch._inductor.codecache
-same(torch._inductor.aoti_load_package(folder + "/model.pt2")(x))"""
+    code = """
+        import fused_layernorm, torch._inductor.codecache
+        same(torch._inductor.aoti_load_package(FOLDER + "/model.pt2")(x))
+    """
     check_in_a_fresh_process(code, tmp_path, model, x, CXX=compiler)
 
 
-# Norms of (batch, 8, length), by what they are.
+# Norms of (batch, 8, 6), by what they are.
+OF_ROWS = torch.linspace(0.5, 2.0, 6)
 OF_ANY_BATCH: dict[str, Any] = {
     "swapped GroupNorm": fl.swap_norms(nn.Sequential(nn.GroupNorm(2, 8))),
     "swapped InstanceNorm": fl.swap_norms(nn.Sequential(nn.InstanceNorm1d(8, affine=True))),
@@ -200,8 +201,12 @@ OF_ANY_BATCH: dict[str, Any] = {
     "swapped RMSNorm": fl.swap_norms(nn.Sequential(nn.RMSNorm(6))),
     "channels": fl.FusedLayerNorm2d(8),
     "modulated": lambda x: fl.ada_layer_norm(x.mT, x[:, :, :1].mT, x[:, :, :1].mT),
-    "residual": lambda x: fl.add_ada_layer_norm(x, x, x[..., :1], x, x)[0],
+    "residual": lambda x: torch.stack(fl.add_ada_layer_norm(x, x.cos(), x[..., :1], x, x.sin())),
+    "residual, rounded": lambda x: torch.stack(
+        fl.add_rms_norm(x, x.cos(), OF_ROWS, weight_offset=1.0, round_before_weight=True)
+    ),
     "gated": lambda x: fl.rms_norm_gated(x, x, group_size=3),
+    "gate first": lambda x: fl.rms_norm_gated(x, x.cos(), OF_ROWS, gate_first=True, group_size=3),
     "groups of columns": lambda x: fl.rms_norm(x, torch.ones(6), group_size=2),
     "heads": lambda x: fl.norm_rope(x.unflatten(1, (4, 2)), None, *torch.ones(2, 4, 3)),
 }
@@ -216,14 +221,18 @@ class Called(nn.Module):
         return self.function(x)
 
 
-@pytest.mark.parametrize("operators", [False, pytest.param(True, marks=pytest.mark.cpu_operators)])
+@pytest.mark.parametrize("ours", [False, pytest.param(True, marks=pytest.mark.cpu_operators)])
 @pytest.mark.parametrize("name", OF_ANY_BATCH)
-def test_a_named_batch_gets_no_guard(name, operators):
-    """A comparison with a size would be an AssertionError of torch.export."""
+def test_a_named_batch_gets_no_guard(name, ours):
+    """A comparison with a size would be an AssertionError of torch.export, which is given our
+    operators or PyTorch's. Ours decompose, for any batch too."""
     model = Called(OF_ANY_BATCH[name])
     program = exported(model, torch.randn(3, 8, 6))
+    plain = program.run_decompositions(fl.decompositions())
+    assert operators(plain.graph) == []
     x = torch.randn(5, 8, 6)
-    torch.testing.assert_close(program.module()(x), model(x))
+    for found in (program.module()(x), plain.module()(x)):
+        torch.testing.assert_close(found, model(x))
 
 
 def to_onnx(*given, **how) -> Any:
