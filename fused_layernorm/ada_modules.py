@@ -31,7 +31,6 @@ class FusedAdaLayerNorm(Norm, nn.LayerNorm):
     """
 
     statistic = "layer"
-    _arguments = ("weight", "bias", "eps", "statistic", "normalized_shape", "out_dtype")
 
     def __init__(
         self,
@@ -53,7 +52,11 @@ class FusedAdaLayerNorm(Norm, nn.LayerNorm):
     def forward(
         self, input: Tensor, shift: Tensor | None = None, scale: Tensor | None = None
     ) -> Tensor:
-        return ada_layer_norm(input, shift, scale, **self._given())
+        return ada_layer_norm(
+            input, shift, scale, self.weight, self.bias, self.eps,
+            statistic=self.statistic, normalized_shape=self.normalized_shape,
+            out_dtype=self.out_dtype,
+        )  # fmt: skip
 
 
 class FusedAddAdaLayerNorm(FusedAdaLayerNorm):
@@ -73,4 +76,8 @@ class FusedAddAdaLayerNorm(FusedAdaLayerNorm):
         shift: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return add_ada_layer_norm(input, residual, gate, shift, scale, **self._given())
+        return add_ada_layer_norm(
+            input, residual, gate, shift, scale, self.weight, self.bias, self.eps,
+            statistic=self.statistic, normalized_shape=self.normalized_shape,
+            out_dtype=self.out_dtype,
+        )  # fmt: skip

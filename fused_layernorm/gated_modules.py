@@ -32,9 +32,6 @@ class FusedRMSNormGated(FusedRMSNorm):
             :func:`rms_norm_gated`'s.
     """
 
-    _arguments = ("weight", "eps", "bias", "weight_offset", "round_before_weight", "group_size",
-                  "out_dtype")  # fmt: skip
-
     def __init__(
         self,
         hidden_size: int,
@@ -69,11 +66,15 @@ class FusedRMSNormGated(FusedRMSNorm):
         self.group_size = group_size
 
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
-        given = self._given()
+        given: Any = {
+            "bias": self.bias, "weight_offset": self.weight_offset, "group_size": self.group_size,
+            "round_before_weight": self.round_before_weight, "out_dtype": self.out_dtype,
+        }  # fmt: skip
         if gate is None:
-            return rms_norm(input, normalized_shape=self.normalized_shape, **given)
+            shape = self.normalized_shape
+            return rms_norm(input, self.weight, self.eps, normalized_shape=shape, **given)
         first: Any = {"gate_first": self.gate_first, "gate_activation": self.gate_activation}
-        return rms_norm_gated(input, gate, **first, **given)
+        return rms_norm_gated(input, gate, self.weight, self.eps, **first, **given)
 
     def extra_repr(self) -> str:
         found = super().extra_repr()

@@ -184,7 +184,6 @@ class FusedGroupNorm(Norm, nn.GroupNorm):
     """
 
     _stock = GroupNorm
-    _arguments = ("num_groups", "weight", "bias", "eps", "activation", "scale", "out_dtype")
 
     def __init__(
         self,
@@ -218,4 +217,7 @@ class FusedGroupNorm(Norm, nn.GroupNorm):
 
     def _fused(self, input: Tensor) -> Tensor:
         x = as_pytorch_reads(input) if self._is_swapped else input
-        return group_norm(x, **self._given())
+        return group_norm(
+            x, self.num_groups, self.weight, self.bias, self.eps, activation=self.activation,
+            scale=self.scale, out_dtype=self.out_dtype,
+        )  # fmt: skip

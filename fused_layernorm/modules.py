@@ -57,7 +57,6 @@ class Norm(nn.Module):
     """
 
     _stock: Any
-    _arguments: Any  # the names of what the function is given of a module
     _is_swapped = False
     activation = _NONE
     scale = 1.0
@@ -71,9 +70,6 @@ class Norm(nn.Module):
         """Sets these options of a module that is made."""
         check_options(activation, scale, out_dtype, known)
         self.activation, self.scale, self.out_dtype = activation, scale, out_dtype
-
-    def _given(self) -> dict[str, Any]:
-        return {name: getattr(self, name, None) for name in self._arguments}
 
     def _fused(self, input: Tensor) -> Tensor:
         """The call of this package's function."""
@@ -219,7 +215,6 @@ class FusedLayerNorm(Norm, nn.LayerNorm):
     """
 
     _stock = LayerNorm
-    _arguments = ("weight", "bias", "eps", "normalized_shape", "activation", "scale", "out_dtype")
 
     def __init__(
         self,
@@ -240,7 +235,11 @@ class FusedLayerNorm(Norm, nn.LayerNorm):
     forward = forward_of(LayerNorm, "layer_norm", "normalized_shape")
 
     def _fused(self, input: Tensor) -> Tensor:
-        return layer_norm(input, **self._given())
+        return layer_norm(
+            input, self.weight, self.bias, self.eps,
+            normalized_shape=self.normalized_shape, activation=self.activation, scale=self.scale,
+            out_dtype=self.out_dtype,
+        )  # fmt: skip
 
 
 class FusedAddLayerNorm(FusedLayerNorm):
@@ -251,7 +250,11 @@ class FusedAddLayerNorm(FusedLayerNorm):
     """
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return add_layer_norm(input, residual, **self._given())
+        return add_layer_norm(
+            input, residual, self.weight, self.bias, self.eps,
+            normalized_shape=self.normalized_shape, activation=self.activation, scale=self.scale,
+            out_dtype=self.out_dtype,
+        )  # fmt: skip
 
 
 class FusedRMSNorm(Norm, nn.RMSNorm):
@@ -271,7 +274,6 @@ class FusedRMSNorm(Norm, nn.RMSNorm):
     """
 
     _stock = RMSNorm
-    _arguments: Any = (*FusedLayerNorm._arguments, "weight_offset", "round_before_weight")
 
     def __init__(
         self,
@@ -302,7 +304,13 @@ class FusedRMSNorm(Norm, nn.RMSNorm):
     forward = forward_of(RMSNorm, "rms_norm", "normalized_shape", argument="x")
 
     def _fused(self, input: Tensor) -> Tensor:
-        return rms_norm(input, **self._given())
+        bias = getattr(self, "bias", None)  # a swapped nn.RMSNorm has none
+        return rms_norm(
+            input, self.weight, self.eps, bias=bias,
+            weight_offset=self.weight_offset, round_before_weight=self.round_before_weight,
+            normalized_shape=self.normalized_shape, activation=self.activation, scale=self.scale,
+            out_dtype=self.out_dtype,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         bias = "" if getattr(self, "bias", None) is None else ", bias=True"
@@ -317,7 +325,12 @@ class FusedAddRMSNorm(FusedRMSNorm):
     """
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return add_rms_norm(input, residual, **self._given())
+        return add_rms_norm(
+            input, residual, self.weight, self.eps, bias=self.bias,
+            weight_offset=self.weight_offset, round_before_weight=self.round_before_weight,
+            normalized_shape=self.normalized_shape, activation=self.activation, scale=self.scale,
+            out_dtype=self.out_dtype,
+        )  # fmt: skip
 
 
 class _Norm2d(nn.Module):

@@ -93,7 +93,6 @@ def check_parameters(
     not go with input (and residual), or of another shape: `misfit` says which is expected."""
     input, residual = call.input, call.residual
     dtypes = [input.dtype] if residual is None else [input.dtype, residual.dtype]
-    allowed = beside(*dtypes)
     for name in names:
         parameter = getattr(call, name)
         if parameter is None:
@@ -102,7 +101,7 @@ def check_parameters(
         check_device(name, parameter, "input", input)
         if (expected := misfit(name, parameter)) is not None:
             raise shape_error(name, expected, parameter)
-        if parameter.dtype not in allowed:
+        if parameter.dtype not in dtypes and parameter.dtype not in (allowed := beside(*dtypes)):
             given = "input" if residual is None else "input and residual"
             raise dtype_error(name, parameter, allowed, given, dtypes)
     weight, bias = call.weight, call.bias

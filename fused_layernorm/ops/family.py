@@ -104,7 +104,9 @@ def composite(family: Family) -> Callable[..., Outputs]:
     def implementation(*args: Any) -> Outputs:
         a = family.Call(*args)
         family.check(a)
-        return formulas.computed(family.formula, a, family.keeps_order)
+        formulas.warn_of_cuda(a.input)
+        found = formulas.computed(family.formula, a, family.keeps_order)
+        return found[0], *(t.contiguous() for t in found[1:])
 
     return implementation
 

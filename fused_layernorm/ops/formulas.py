@@ -123,11 +123,9 @@ def laid_out(result: Tensor, like: Tensor, keeps_order: bool) -> Tensor:
 
 
 def computed(formula: Any, a: Any, keeps_order: bool = False) -> tuple[Tensor, ...]:
-    """What a formula gives of a call that was checked, where no operator of ours is to be seen."""
-    warn_of_cuda(a.input)
+    """What a formula gives of a call that was checked, not to be differentiated a second time."""
     y, *others = formula(a, exact=False)
-    y = laid_out(y, a.input, keeps_order or a.keeps_order)
-    return y, *(t.contiguous() for t in others)
+    return laid_out(y, a.input, keeps_order or a.keeps_order), *others
 
 
 class _Xhat(torch.autograd.Function):
