@@ -320,10 +320,6 @@ def modulated_rows_stay_sharded(mesh):
         stay_sharded(modulated, shapes, mesh, along(dim, shapes, rows))
 
 
-def packed_of(angles, *tensors):
-    return fl.qkv_norm_rope(*tensors, *angles)
-
-
 @case
 def other_norms_stay_sharded(mesh):
     """Heads over samples, positions or heads; gated norms over rows; groups over samples."""
@@ -342,8 +338,10 @@ def other_norms_stay_sharded(mesh):
         if shard.dim == 2:
             continue
         qkv = made(device, (*shape[:2], 3, *shape[2:]), 8, 8)
-        of_packed, of_plain = (functools.partial(packed_of, of) for of in (spread_angles, angles))
-        stays_sharded(of_packed, qkv, mesh, (shard, Replicate(), Replicate()), of_plain)
+        run, of_plain_qkv = (
+            (lambda *t, of=of: fl.qkv_norm_rope(*t, *of)) for of in (spread_angles, angles)
+        )
+        stays_sharded(run, qkv, mesh, (shard, Replicate(), Replicate()), of_plain_qkv)
     for options in ({}, {"gate_first": True, "group_size": 4}):
         norm = functools.partial(fl.rms_norm_gated, eps=1e-5, **options)
         for shard in map(Shard, range(2)):

@@ -308,9 +308,9 @@ def of_heads(model, x):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_norms_of_one_projection(device, calls, compiled):
-    attention = OfTimm().to(device)
-    model, x = nn.Sequential(attention), torch.randn(2, 5, 48, device=device)
-    for norm in (attention.q_norm, attention.k_norm):
+    model: Any = nn.Sequential(OfTimm()).to(device)
+    x = torch.randn(2, 5, 48, device=device)
+    for norm in (model[0].q_norm, model[0].k_norm):
         norm.weight.data += torch.randn_like(norm.weight) / 3
         norm.bias.data += torch.randn_like(norm.bias)
     expected = of_heads(model, x)
@@ -329,7 +329,7 @@ def test_norms_of_one_projection(device, calls, compiled):
         model(x)
     with torch.autocast(torch.device(device).type, torch.bfloat16):
         model(x)
-    handle = attention.q_norm.register_forward_hook(lambda *_: None)
+    handle = model[0].q_norm.register_forward_hook(lambda *_: None)
     model(x)
     handle.remove()
     assert not calls
@@ -351,6 +351,18 @@ def test_projections_that_are_left(cls, norm, calls, device):
     torch.testing.assert_close(model(x), expected)
     assert not calls
     assert (type(model) is cls) == (cls in (Chunks, WritesIntoV) or norm is nn.Identity)
+
+
+@pytest.mark.parametrize("norm", ["LayerNorm", "RmsNorm"])
+def test_attention_of_timm(norm, device, calls):
+    layers = libraries.get("timm").layers
+    cls, norm_layer = layers.Attention, getattr(layers, norm)
+    model = nn.Sequential(cls(48, 3, qk_norm=True, norm_layer=norm_layer)).to(device)
+    x = torch.randn(2, 5, 48, device=device)
+    expected = of_heads(model, x)
+    found = of_heads(swap_norms(model, neighbours=True), x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert calls == ["one tensor"]
 
 
 @pytest.mark.parametrize("name", ["Phi3", "GPTNeoX"])
