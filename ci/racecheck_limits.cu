@@ -6,7 +6,6 @@
 //   compute-sanitizer --tool racecheck ./racecheck_limits equal      # no hazards
 //   compute-sanitizer --tool racecheck ./racecheck_limits different  # 1 hazard
 //   compute-sanitizer --tool racecheck ./racecheck_limits chained    # 1 hazard
-//   compute-sanitizer --tool racecheck ./racecheck_limits mixed      # hazards
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -98,68 +97,14 @@ __global__ void chained_kernel(float* out) {
   }
 }
 
-// Stages that two kinds of copies fill, as in backward/persistent.cuh: a row by a bulk copy, and
-// one number beside it by cp.async. The barrier of a stage has two arrivals, the expectation of the
-// row's bytes and cp.async.mbarrier.arrive.noinc, which the PTX ISA triggers when the thread's
-// copies by cp.async are complete. All threads wait at it before they read the stage, and at
-// __syncthreads() before it is filled anew.
-__global__ void mixed_kernel(float* out, const float* rows, const float* numbers, int steps) {
-  constexpr int kStages = 2;
-  __shared__ alignas(128) float row[kStages][kThreads];
-  __shared__ alignas(8) uint64_t filled[kStages];
-  __shared__ float number[kStages];
-  const auto fill = [&](int step) {
-    const int stage = step % kStages;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(number + stage)),
-                 "l"(numbers + step)
-                 : "memory");
-    asm volatile(
-        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(filled + stage))
-        : "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     shared_address(filled + stage)),
-                 "r"(static_cast<uint32_t>(sizeof(row[0])))
-                 : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(shared_address(row[stage])),
-        "l"(rows + step * kThreads), "r"(static_cast<uint32_t>(sizeof(row[0]))),
-        "r"(shared_address(filled + stage))
-        : "memory");
-  };
-  if (threadIdx.x == 0) {
-    init(filled, 2);
-    init(filled + 1, 2);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    fill(0);
-    fill(1);
-  }
-  __syncthreads();
-  float sum = 0;
-  for (int step = 0; step < steps; ++step) {
-    const int stage = step % kStages;
-    wait(filled + stage, step / kStages % 2);
-    sum += row[stage][threadIdx.x] * number[stage];
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
-    if (threadIdx.x == 0 && step + kStages < steps) fill(step + kStages);
-  }
-  out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
-}
-
 int main(int argc, char** argv) {
-  constexpr int kBlocks = 4, kSteps = 7;
-  float *out, *rows;
-  constexpr size_t kRowsBytes = (kThreads + 1) * kSteps * sizeof(float);
-  if (argc != 2 || cudaMalloc(&out, kBlocks * kThreads * sizeof(float)) != cudaSuccess ||
-      cudaMalloc(&rows, kRowsBytes) != cudaSuccess ||
-      cudaMemset(rows, 0, kRowsBytes) != cudaSuccess) {
+  constexpr int kBlocks = 4;
+  float* out;
+  if (argc != 2 || cudaMalloc(&out, kBlocks * kThreads * sizeof(float)) != cudaSuccess) {
     return 1;
   }
   if (strcmp(argv[1], "chained") == 0) {
     chained_kernel<<<kBlocks, kThreads>>>(out);
-  } else if (strcmp(argv[1], "mixed") == 0) {
-    mixed_kernel<<<kBlocks, kThreads>>>(out, rows, rows + kThreads * kSteps, kSteps);
   } else {
     teams_kernel<<<kBlocks, kThreads>>>(out, strcmp(argv[1], "different") == 0);
   }
