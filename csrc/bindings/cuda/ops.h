@@ -12,43 +12,43 @@
 #include "call/arguments.h"
 #include "call/prepare.h"
 
-namespace fused_layernorm __attribute__((visibility("hidden"))) {
+namespace [[gnu::visibility("hidden")]] fused_layernorm {
 
-  // A call of an operator. What the operator lacks is absent.
-  struct NormArguments : NormTensors<std::optional<Tensor>> {
-    NormOptions options = {};
-    bool backward = false;
-    std::optional<ScalarType> out_dtype = std::nullopt;  // forward: input's, if absent
-    bool needs_statistics = true;                        // forward
-    Needs needs = {};                                    // backward
+// A call of an operator. What the operator lacks is absent.
+struct NormArguments : NormTensors<std::optional<Tensor>> {
+  NormOptions options = {};
+  bool backward = false;
+  std::optional<ScalarType> out_dtype = std::nullopt;  // forward: input's, if absent
+  bool needs_statistics = true;                        // forward
+  Needs needs = {};                                    // backward
 
-    // The tensor whose shape the call has.
-    const Tensor& shaped() const { return backward ? *x : *input; }
-    bool is_modulated() const { return shift || scale || gate; }
-  };
+  // The tensor whose shape the call has.
+  const Tensor& shaped() const { return backward ? *x : *input; }
+  bool is_modulated() const { return shift || scale || gate; }
+};
 
-  // RMSNorm's mean is of shape (0,), and so is a gradient that is not asked for. What an operator
-  // does not have may be absent.
-  using Results = NormResults<std::optional<Tensor>>;
+// RMSNorm's mean is of shape (0,), and so is a gradient that is not asked for. What an operator
+// does not have may be absent.
+using Results = NormResults<std::optional<Tensor>>;
 
-  Results run(const NormArguments& a);
+Results run(const NormArguments& a);
 
-  // ---- In parts (parts.cpp, gate.cpp)
+// ---- In parts (parts.cpp, gate.cpp)
 
-  // residual + gate * input, in `type`, rounded to residual's.
-  Tensor add(const Tensor& input, const std::optional<Tensor>& gate, const Tensor& residual,
-             ScalarType type);
-  Results run_rounding(const NormArguments& a);
-  Results run_with_offset(const NormArguments& a);
-  void add_columns(Results & result, const NormArguments& a);
-  Results run_gate_apart(const NormArguments& a);
+// residual + gate * input, in `type`, rounded to residual's.
+Tensor add(const Tensor& input, const std::optional<Tensor>& gate, const Tensor& residual,
+           ScalarType type);
+Results run_rounding(const NormArguments& a);
+Results run_with_offset(const NormArguments& a);
+void add_columns(Results& result, const NormArguments& a);
+Results run_gate_apart(const NormArguments& a);
 
-  // (dinput, dgate) from the gradient of residual + gate * input.
-  std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& input,
-                                               const Tensor& gate, bool needs_dinput,
-                                               bool needs_dgate);
+// (dinput, dgate) from the gradient of residual + gate * input.
+std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& input,
+                                             const Tensor& gate, bool needs_dinput,
+                                             bool needs_dgate);
 
-  // Launches what is prepared, on x's device.
-  void launch_prepared(Prepared & prepared, const NormCall& call, const Tensor& x);
+// Launches what is prepared, on x's device.
+void launch_prepared(Prepared& prepared, const NormCall& call, const Tensor& x);
 
 }  // namespace fused_layernorm
