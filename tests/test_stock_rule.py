@@ -598,6 +598,12 @@ def test_compiled_submodules_are_left():
 
 # ---- Names, and classes that somebody derives.
 
+
+class Outer:
+    class Norm(WrittenHere):
+        pass
+
+
 # id: (what makes the module, what its repr says once it is swapped).
 NAMED: dict[str, tuple[Any, str]] = {
     "llama": (lambda: class_of(T + "llama.modeling_llama", "LlamaRMSNorm")(D), "FusedRMSNorm["),
@@ -611,6 +617,7 @@ NAMED: dict[str, tuple[Any, str]] = {
         "FusedActivation[",
     ),
     "sequence": (lambda: nn.Sequential(nn.GroupNorm(2, D), nn.SiLU()), "FusedActivation["),
+    "class in a class": (lambda: Outer.Norm(D), "FusedRMSNorm["),
 }
 
 

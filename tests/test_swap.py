@@ -407,6 +407,22 @@ def test_what_is_left_is_named_in_one_line(place, caplog):
         assert fl.is_fused(module)
 
 
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [(nn.LayerNorm, "its forward was replaced"), (nn.GroupNorm, "its forward was replaced"),
+     (ByHand, "its forward was replaced since it was registered")],
+)  # fmt: skip
+def test_a_class_whose_forward_was_replaced_is_left(cls, reason, monkeypatch, caplog):
+    fl.register_swap(ByHand, lambda module: by_hand)
+    monkeypatch.setattr(cls, "forward", lambda self, x: x + 1)
+    model = nn.Sequential(cls(2, 8) if cls is nn.GroupNorm else cls(8))
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        fl.swap_norms(model)
+    assert f"({reason})" in caplog.text
+    assert not fl.is_fused(model[0])
+    assert model(torch.zeros(1, 8)).tolist() == [[1.0] * 8]
+
+
 def test_the_log_counts_and_knows_other_kinds(caplog):
     model = nn.Sequential(nn.LayerNorm(8), OwnName(8), OwnName(8), OwnForward(8), RootLayerNorm(8))
     with caplog.at_level("INFO", logger="fused_layernorm.swap"):
