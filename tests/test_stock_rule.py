@@ -636,6 +636,23 @@ def test_a_swapped_class_has_the_stock_names(name):
     assert repr(unswap_norms(new)) == repr(stock)
 
 
+def test_a_class_that_is_not_as_it_was_read_runs_its_own_forward(monkeypatch):
+    """And a module that was unswapped while somebody kept its forward."""
+    stock = nn.Sequential(nn.GroupNorm(2, D), nn.SiLU())
+    new, x = swap_norms(copy.deepcopy(stock), neighbours=True), torch.randn(2, D)
+    kept = new.forward
+    assert_same(kept(x), stock(x))
+    assert len(fused(new)) == 2  # the sequence and its norm
+    unswap_norms(new)
+    assert_same(kept(x), stock(x))
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Sequential, "forward", lambda self, x: x + 1)
+        assert_same(kept(x), x + 1)
+    swap_norms(new, neighbours=True)
+    monkeypatch.setattr(nn.Sequential, "forward", lambda self, x: x)
+    assert new(x) is x
+
+
 def unet():
     return libraries.get("diffusers").UNet2DModel(
         sample_size=8, in_channels=3, out_channels=3, block_out_channels=(8, 8),
