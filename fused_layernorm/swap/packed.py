@@ -124,8 +124,9 @@ _LAYER_NORMS = (forwards.timm_last_dims, forwards.last_dims, forwards.of_layer_n
 
 def has_norms(module: nn.Module, planned: Any) -> bool:
     """Whether the module's norms of heads are, or will be, fused."""
-    norms = [module._modules.get(name) for name in ("q_norm", "k_norm")]
-    return all(one is not None and (one in planned or is_fused(one)) for one in norms)
+    norms = [one for name, one in module._modules.items() if name in ("q_norm", "k_norm")]
+    return len(norms) == 2 and all(one is not None and (one in planned or is_fused(one))
+                                   for one in norms)  # fmt: skip
 
 
 def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
