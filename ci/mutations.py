@@ -90,9 +90,9 @@ MUTATIONS = [
              "    variance = centered.square().mean(dims, keepdim=True).detach()\n",
              AUTOGRAD, OPERATORS),
     # ---- Autograd in C++.
-    Mutation("second-order-lost", "autograd", "csrc/per_torch/operators.h",
-             "if (differentiation_of(arguments, count) == Differentiation::kNone)",
-             "if (differentiation_of(arguments, count) != Differentiation::kForwardMode)",
+    Mutation("second-order-lost", "autograd", "csrc/per_torch/autograd.h",
+             "- count, count) != Differentiation::kNone) {",
+             "- count, count) == Differentiation::kForwardMode) {",
              AUTOGRAD, OPERATORS),
     Mutation("forward-mode-lost", "autograd", "csrc/per_torch/operators.h",
              "if (tensor._fw_grad(/*level=*/0).defined()) return Differentiation::kForwardMode;",

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Groups of channels_last: a tile has all channels of some positions, or one slice of them. A
 // thread has a vector of channels at every `rows`-th position of its tile.
+#include <type_traits>
+
 #include "groups/launches.h"
 #include "groups/parts.cuh"
 
@@ -77,18 +79,27 @@ FUSED_DEVICE void each_position(const LastThread& thread, const auto& use, First
 }
 
 // The groups of a slice, the first and the last of which other slices may share. Eight lanes take
-// each, of few groups a warp. use(group, channels from, channels to) is called by all lanes, of
-// groups that are not there with an empty range; the channels count from the slice's first one.
-FUSED_DEVICE int group_lanes(const GroupPlan& plan) {
-  return plan.groups_of_slice > kLastThreads / kWarpSize ? 8 : kWarpSize;
+// each; where threads move single elements, of few groups a warp. (A choice costs threads that move
+// vectors two registers that they do not have.) use(group, channels from, channels to) is called by
+// all lanes, of groups that are not there with an empty range; the channels count from the slice's
+// first one.
+template <int kWidth>
+FUSED_DEVICE auto group_lanes(const GroupPlan& plan) {
+  if constexpr (kWidth > 1) {
+    return std::integral_constant<int, 8>();
+  } else {
+    return plan.groups_of_slice > kLastThreads / kWarpSize ? 8 : kWarpSize;
+  }
 }
 
+template <int kWidth>
 FUSED_DEVICE void each_group(const GroupPlan& plan, const GroupParams& p, const LastThread& thread,
                              const auto& use) {
   const int of_group = p.channels_of_group();
   const int first = thread.first_channel / of_group;
   const int groups = (thread.first_channel + thread.channels - 1) / of_group - first + 1;
-  const int lanes = group_lanes(plan), at_once = blockDim.x / lanes;
+  const auto lanes = group_lanes<kWidth>(plan);
+  const int at_once = blockDim.x / lanes;
   for (int from = 0; from < groups; from += at_once) {
     const int g = from + threadIdx.x / lanes;
     const int begin = max((first + g) * of_group - thread.first_channel, 0);
@@ -97,7 +108,7 @@ FUSED_DEVICE void each_group(const GroupPlan& plan, const GroupParams& p, const 
   }
 }
 template <typename Value>
-FUSED_DEVICE Value sum_of_lanes(Value v, int lanes) {
+FUSED_DEVICE Value sum_of_lanes(Value v, auto lanes) {
   for (int offset = 1; offset < lanes; offset *= 2) v += shuffle_xor(v, offset);
   return v;
 }
@@ -145,9 +156,9 @@ __global__ void __launch_bounds__(kLastThreads)
     }
   }
   __syncthreads();
-  const int lanes = group_lanes(plan), lane = threadIdx.x % lanes;
-  each_group(plan, p, thread, [&](int g, int begin, int end) {
-    const int width = end - begin, all = width * rows;
+  const auto lanes = group_lanes<kWidth>(plan);
+  each_group<kWidth>(plan, p, thread, [&](int g, int begin, int end) {
+    const int lane = threadIdx.x % lanes, width = end - begin, all = width * rows;
     const double about = parts[min(begin, columns - 1)].first;
     Pair<double> sums;  // as those of parts.cuh
     for (int i = lane; i < all; i += lanes) {
@@ -304,8 +315,9 @@ __global__ void __launch_bounds__(kLastThreads)
     sums[c] = {factor * sum.first, factor * sum.second};
   }
   __syncthreads();
-  const int lanes = group_lanes(plan), lane = threadIdx.x % lanes;
-  each_group(plan, p, thread, [&](int g, int begin, int end) {
+  const auto lanes = group_lanes<kWidth>(plan);
+  const int lane = threadIdx.x % lanes;
+  each_group<kWidth>(plan, p, thread, [&](int g, int begin, int end) {
     Pair<Acc> sum;
     for (int c = begin + lane; c < end; c += lanes) sum += sums[c];
     sum = sum_of_lanes(sum, lanes);
