@@ -100,7 +100,7 @@ class Tensors(SimpleNamespace):
         super().__init__(problem=problem, **dict.fromkeys(problem.NAMES) | tensors)
 
     def but(self, **others):
-        return Tensors(**vars(self) | others)
+        return Tensors(**{**vars(self), **others})  # Dynamo of 2.15 knows no | of vars()
 
     @property
     def device(self):
