@@ -12,9 +12,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-# The most that a whole wheel may have. It has 36.6, of which the PTX of 10.0 takes 8.8; more than
+# The most that a whole wheel may have. It has 36.7, of which the PTX of 10.0 takes 8.8; more than
 # half of the machine code is kernels with activations.
-MAX_MB = 36.8
+MAX_MB = 37
 # The size of the kernels of all default architectures (machine code for 7.5, 8.0, 9.0, 10.0 and
 # 12.0, and PTX of 10.0) over the size of those of 9.0 alone. When last measured, the sizes were
 # 32.32 and 5.01 MB.
