@@ -163,6 +163,13 @@ def heads(case: Case, t: Tensors) -> Any:
     return tuple(found)
 
 
+def packed(case: Case, t: Tensors) -> Any:
+    """The same of qkv, which has v's heads behind them; v is a result whose gradient comes back."""
+    q, k, v = t["qkv"].chunk(3, dim=2)
+    found = heads(case, {**t, "q": q, "k": k})
+    return (*found, v) if case.backward else found
+
+
 def gated(case: Case, t: Tensors) -> Any:
     """As Qwen3-Next and Mamba 2 write it: in float32, rounded to x's dtype in front of weight."""
     family, x, value = case.family, t["x"].float(), F.silu(t["gate"].float())
@@ -210,6 +217,9 @@ FAMILIES: dict[str, Family] = {
         Family("qk_norm_rope_", "RMSNorm and rotation of the heads of q and k", heads,
                "qk_norm_rope", inputs=(*QK, "cos", "sin"), gradients=QK, columns=(0, 0),
                layout=HEADS, options=RMS),
+        Family("qkv_norm_rope_", "The same of q, k and v in one tensor", packed, "qkv_norm_rope",
+               inputs=("qkv", *QK[2:], "cos", "sin"), gradients=("qkv", *QK[2:]), tensors=(2, 4),
+               columns=(0, 0), layout=HEADS, options=RMS),
         *(Family(name, title, gated, "rms_norm_gated", inputs=XGW, gradients=XGW, tensors=(3, 5),
                  columns=(1, 2), options=(*RMS, ("gate_first", name == "gate_first_"),
                                           ("round_before_weight", True)))

@@ -21,7 +21,7 @@ OPTIONS = {
     "statistic": "layer", "weight_offset": 0.0, "round_before_weight": False,
     "output_scale": 1.0, "num_groups": 1, "keeps_order": False, "rotary_dim": 0, "seq_dim": 1,
     "interleaved": False, "inverse": False, "gate_first": False, "gate_activation": "silu",
-    "group_size": 0,
+    "group_size": 0, "by_head": False,
 }  # fmt: skip
 
 
@@ -29,9 +29,9 @@ def make_inputs(case: Case, limit: int | None = None) -> list[Tensors]:
     """Distinct random inputs for a case, together larger than L2, or `limit` of them.
 
     Each is the tensors of its family's forward call, by name, and in backward the gradients of the
-    outputs: dy, and dresidual of a sum, or dq_out and dk_out. weight and bias are shared, as they
-    are between the calls of a real model, and so are cos and sin. shift, scale and gate are views
-    of one tensor of six, as diffusion transformers cut them out of one layer's output.
+    outputs: dy, and dresidual of a sum, or dq_out, dk_out and dv. weight and bias are shared, as
+    they are between the calls of a real model, and so are cos and sin. shift, scale and gate are
+    views of one tensor of six, as diffusion transformers cut them out of one layer's output.
     """
     count = limit or timing.input_count(case.bytes, timing.l2_bytes())
     shared = _shared(case)
@@ -59,7 +59,9 @@ def _shared(case: Case) -> Tensors:
 def _own(case: Case) -> Tensors:
     family, shape, dtype = case.family, case.shape, case.torch_dtype
     found: Tensors = {}
-    if family.layout == HEADS:
+    if "qkv" in family.inputs:
+        found["qkv"] = _randn(shape, dtype).flatten(2, 3)
+    elif family.layout == HEADS:
         found["q"], found["k"], _ = _randn(shape, dtype).unbind(2)
     elif case.image is not None and family.groups is None:
         found["x"] = _randn(case.image, dtype).permute(0, 2, 3, 1)
@@ -77,6 +79,9 @@ def _own(case: Case) -> Tensors:
         for name, dy in (("x", "dy"), ("q", "dq_out"), ("k", "dk_out")):
             if name in found:
                 found[dy] = _in_order(case, _randn(found[name].shape, case.torch_out_dtype))
+        if "qkv" in found:
+            found |= {dy: _randn((*shape[:2], *shape[3:]), dtype)
+                      for dy in ("dq_out", "dk_out", "dv")}  # fmt: skip
         if family.residual:
             found["dresidual"] = _randn(shape, dtype)
     return found
@@ -126,11 +131,14 @@ def _arguments(case: Case, overload: OpOverload, tensors: Tensors) -> dict[str, 
         **OPTIONS, "activation": family.activation, "scale": family.scale,
         "out_dtype": None if case.out_dtype is None else case.torch_out_dtype,
         "num_groups": case.groups if family.groups else 1, "output_scale": family.scale,
-        "rotary_dim": case.cols if "cos" in family.inputs else 0, **dict(family.options),
+        "rotary_dim": case.cols if "cos" in family.inputs else 0, "num_kv_heads": case.heads,
+        **dict(family.options),
     }  # fmt: skip
     gradients = {*family.gradients, *({"input"} if family.layout == SAMPLES else ())}
     if case.is_dshift_dy:
         gradients -= {"shift"}
+    if "qkv" in tensors:
+        options |= {"size": tensors["qkv"].shape, "stride": tensors["qkv"].stride()}
     found: dict[str, Any] = {}
     for argument in overload._schema.arguments:
         name = argument.name

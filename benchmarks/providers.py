@@ -27,6 +27,9 @@ Function = Callable[[Tensors], Any]  # what forward gives: y, or a tuple
 Provider = Callable[[Case, Sequence[Tensors]], "list[Call] | None"]
 
 
+GRADIENTS = ("dy", "dresidual", "dq_out", "dk_out", "dv")  # of the outputs, in their order
+
+
 class Backward:
     """The gradients that autograd gives for one input; the first call runs forward, too."""
 
@@ -35,7 +38,7 @@ class Backward:
         names = case.family.gradients
         self.tensors = {name: t[name].detach() for name in case.family.inputs}
         self.leaves = [self.tensors[name].requires_grad_() for name in names]
-        self.grads = [t[name] for name in ("dy", "dresidual", "dq_out", "dk_out") if name in t]
+        self.grads = [t[name] for name in GRADIENTS if name in t]
         self.outputs: tuple[Tensor, ...] = ()
 
     @torch.enable_grad()
