@@ -505,6 +505,8 @@ GROUP_KERNELS: list[Any] = [
     (of_groups((3, 75, 33, 31), 5, (BF16, None), layout="channels_last"), "tiles tiles"),
     (of_groups((3, 64, 33, 31), 8, (BF16, None), layout="misaligned channels_last"), "tiles tiles"),
     (of_groups((3, 64, 56, 56), 8, (BF16, None), layout="misaligned"), "held held"),
+    *((of_groups((5, 30, 37, 41), 5, (half, F32), out_dtype=y, activation="silu"), "held held")
+      for half, y in ((BF16, None), (F16, F32))),
 ]  # fmt: skip
 
 # A few of every family, of which no result is large.

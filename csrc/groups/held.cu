@@ -106,18 +106,30 @@ class Exchange {
 #endif
 };
 
-// Starts the copies of a slice to shared memory.
+// Starts the copies of a slice to shared memory, and gives where its first element then lies.
+// Single elements of two bytes lie there as in global memory, between multiples of 16 bytes (a
+// vector more of shared memory is theirs), so that all but the first and the last few are copied by
+// vectors.
 template <typename X, int kWidth, int kUnits>
-FUSED_DEVICE void copy_slice(X* to, const void* from, const HeldSlice<kUnits>& own) {
+FUSED_DEVICE X* copy_slice(X* to, const void* from, const HeldSlice<kUnits>& own) {
+  constexpr bool kSingle = is_copied_by_vectors(kWidth, sizeof(X));
+  constexpr int kCopied = kSingle ? vector_width(static_cast<int>(sizeof(X))) : kWidth;
   const X* const at = static_cast<const X*>(from) + own.begin;
-#pragma unroll 4
-  for (int v = threadIdx.x; v < own.vectors; v += blockDim.x) {
-    if constexpr (kWidth * sizeof(X) >= 4) {
-      copy_vector<kWidth>(to + v * kWidth, element(at, v * kWidth));
-    } else {
-      to[v] = at[v];
-    }
+  int front = 0, vectors = own.vectors;
+  if constexpr (kSingle) {
+    const int before = reinterpret_cast<uintptr_t>(at) % kVectorBytes / sizeof(X);
+    to += before;
+    front = min((kCopied - before) % kCopied, own.vectors);
+    vectors = (own.vectors - front) / kCopied;
+    const int behind = front + vectors * kCopied, thread = static_cast<int>(threadIdx.x);
+    if (thread < front) to[thread] = at[thread];
+    if (behind + thread < own.vectors) to[behind + thread] = at[behind + thread];
   }
+#pragma unroll 4
+  for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
+    copy_vector<kCopied>(to + front + v * kCopied, element(at, front + v * kCopied));
+  }
+  return to;
 }
 
 template <typename X, typename Y, int kWidth, int kUnits>
@@ -128,10 +140,9 @@ __global__ void __launch_bounds__(kHeldThreads)
   __shared__ alignas(16) Acc scratch[2][kMaxWarps];
   __shared__ Pair<Acc> exchanged[2];
   extern __shared__ __align__(16) unsigned char shared[];
-  auto* const x = reinterpret_cast<X*>(shared);
   auto* const maps = reinterpret_cast<ChannelMap<Acc>*>(shared + plan.maps_offset);
   const HeldSlice<kUnits> own(plan, p);
-  copy_slice<X, kWidth>(x, p.x, own);
+  const X* const x = copy_slice<X, kWidth>(reinterpret_cast<X*>(shared), p.x, own);
   load_maps(maps, p, own.sample, own.channel, own.channels);
   wait_for_copies();
   __syncthreads();
@@ -182,14 +193,13 @@ __global__ void __launch_bounds__(kHeldThreads)
   __shared__ alignas(16) Pair<Acc> scratch[2][kMaxWarps];
   __shared__ Pair<Acc> exchanged[2];
   extern __shared__ __align__(16) unsigned char shared[];
-  auto* const xs = reinterpret_cast<X*>(shared);
-  auto* const dys = reinterpret_cast<Y*>(shared + plan.dy_offset);
   auto* const pairs = reinterpret_cast<Pair<Acc>*>(shared + plan.pairs_offset);
   auto* const maps = reinterpret_cast<ChannelMap<Acc>*>(shared + plan.maps_offset);
   let_next_kernel_start();
   const HeldSlice<kUnits> own(plan, p);
-  copy_slice<X, kWidth>(xs, p.x, own);
-  copy_slice<Y, kWidth>(dys, p.dy, own);
+  const X* const xs = copy_slice<X, kWidth>(reinterpret_cast<X*>(shared), p.x, own);
+  const Y* const dys =
+      copy_slice<Y, kWidth>(reinterpret_cast<Y*>(shared + plan.dy_offset), p.dy, own);
   load_maps(maps, p, own.sample, own.channel, own.channels);
   const Pair<Acc> statistics = load_group<Acc>(p, own.group);
   wait_for_copies();

@@ -25,10 +25,15 @@ bool hold_planes(GroupPlan& plan, const GroupProblem& problem, const Device& dev
   plan.slice_vectors = static_cast<int>(ceil_div(vectors, blocks));
   if (ceil_div(vectors, plan.slice_vectors) != blocks) return false;
   const int64_t elements = int64_t{plan.slice_vectors} * plan.width;
-  int64_t shared = round_up(elements * size, kVectorBytes);
+  // Of a tensor's slice; a vector more where its elements lie as in global memory.
+  const auto room_for = [&](int size) {
+    const int more = is_copied_by_vectors(plan.width, size) ? kVectorBytes : 0;
+    return round_up(elements * size + more, kVectorBytes);
+  };
+  int64_t shared = room_for(size);
   plan.dy_offset = static_cast<int>(shared);
   if (backward) {
-    shared += round_up(elements * size_of(problem.y), kVectorBytes);
+    shared += room_for(size_of(problem.y));
     plan.pairs_offset = static_cast<int>(shared);
     shared += int64_t{plan.slice_vectors} * 2 * acc;
   }

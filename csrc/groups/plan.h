@@ -100,6 +100,10 @@ struct GroupPlan : Launch {
   bool meets() const { return blocks_per_group > 1; }
 };
 
+// Whether a block that holds a group gets its single elements by whole vectors (bfloat16 5 x 30 x
+// 37 x 41 in 5 groups, forward 9.6 -> 6.8, backward 18.3 -> 12.5; four bytes are slower so by 7%).
+constexpr bool is_copied_by_vectors(int width, int size) { return width * size < 4; }
+
 // Threads of a block and vectors of each thread: of x and, in backward, of dy too.
 constexpr int kTileThreads = 256, kTileVecs = 8, kTileBackwardVecs = 4;
 constexpr int kHeldThreads = 1024, kHeldVecs = 5;
