@@ -144,14 +144,19 @@ def forward_of(
         if (
             is_tried
             and (modes := _function_modes())
-            and is_swapped(self)
+            and getattr(self, "_is_swapped", False)
             and stock.has_foreign_mode(modes)
         ):
             found = self._parameters
-            if cls.forward is own_forward and "weight" in found and (is_rms or "bias" in found):
-                parameters = (found["weight"],) if is_rms else (found["weight"], found["bias"])
-                return functions[function](input, getattr(self, over), *parameters, self.eps)
-            return cls.forward(self, input)
+            is_own = (
+                cls.forward is own_forward and "weight" in found and (is_rms or "bias" in found)
+            )
+            if not is_own:
+                return cls.forward(self, input)
+            sizes, weight = getattr(self, over), found["weight"]
+            if is_rms:
+                return functions[function](input, sizes, weight, self.eps)
+            return functions[function](input, sizes, weight, found["bias"], self.eps)
         # The shortest way. Attributes are read where nn.Module keeps them, because to find them
         # takes host time; one that is computed is not there. A tool that has replaced PyTorch's
         # function, or its class's forward, may want to see the call below.

@@ -7,6 +7,7 @@ all have one dtype to PyTorch's operators.
 
 from __future__ import annotations
 
+import functools
 import os
 import types
 from collections.abc import Sequence
@@ -95,9 +96,14 @@ def has_foreign_mode(count: int) -> bool:
     own, as those of torch.set_default_device and torch.export are."""
     while count:
         count -= 1
-        if not type(_function_mode_at(count)).__module__.startswith("torch."):
+        if _is_foreign(type(_function_mode_at(count))):
             return True
     return False
+
+
+@functools.lru_cache(maxsize=64)  # to ask the class takes twice as long
+def _is_foreign(mode: type) -> bool:
+    return not mode.__module__.startswith("torch.")
 
 
 def has_device_mode_alone() -> bool:
