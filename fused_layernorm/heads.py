@@ -188,8 +188,7 @@ def qkv_norm_rope(
         by_pytorch = qkv.dtype not in arguments.HALF and stock.differentiates(qkv)
         takes = not (by_pytorch or torch.onnx.is_in_onnx_export())
     if not takes:
-        parts = packed.parts(p, qkv)
-        return *_run(packed.heads(p, *parts[:2])), parts[2]
+        return *_run(packed.of_parts(p)), packed.part(p, 2)
     if calls.is_compiling():
         return packed.run(*p)
     try:
