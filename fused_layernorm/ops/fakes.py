@@ -39,24 +39,16 @@ def fake(family: Any) -> Callable[..., tuple[Tensor, ...]]:
     return implementation
 
 
-def fake_backward(
-    operator: OpOverload, keeps_order: bool = False
-) -> Callable[..., tuple[Tensor, ...]]:
+def fake_backward(operator: OpOverload, family: Any) -> Callable[..., tuple[Tensor, ...]]:
     """A backward operator without data, whose arguments are not checked: compiled autograd traces
     it with gradients of other shapes."""
     Call = load.call_of(operator)
 
     def implementation(*args: Any) -> tuple[Tensor, ...]:
         b = complete(Call(*args))
-        tensors = {name: getattr(b, name) for name in b.wanted}
-        in_order = keeps_order or b.keeps_order
-        return results(
-            b,
-            {
-                name: like(t, t.dtype, name == "x" and in_order)
-                for name, t in tensors.items()
-                if t is not None
-            },
-        )
+        in_order = family.keeps_order or b.keeps_order
+        given = {name: t for name in b.wanted if (t := getattr(b, name)) is not None}
+        found = {n: like(t, t.dtype, n == "x" and in_order) for n, t in given.items()}
+        return results(b, found)
 
     return implementation

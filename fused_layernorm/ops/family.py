@@ -17,18 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from . import arguments, autocast, fallback, formulas, load
-from .autograd import (
-    Function,
-    apply,
-    backward_autograd,
-    call_operator,
-    derivatives,
-    in_forward_mode,
-    lower_levels,
-    needs_grad,
-    redispatch,
-)
+from . import arguments, autocast, autograd, fallback, formulas, load
 from .fakes import fake, fake_backward
 from .formulas import acc_dtype, complete, laid_out, results
 from .vmap import vmap_of
@@ -82,8 +71,6 @@ class Family:
 FAMILIES: list[Family] = []
 # From every backward operator to what it gives by PyTorch's operators, a function of its arguments.
 GRADIENTS: dict[OpOverload, Callable[..., Outputs]] = {}
-# Autograd of a backward operator that does not follow from its formula.
-AUTOGRAD: dict[OpOverload, Callable[..., Outputs]] = {}
 
 
 def tensors_of(call: Any) -> tuple[Any, ...]:
@@ -130,14 +117,14 @@ def gradients(
 
         leaves = [getattr(b, name) for name in wanted]
         grads = [b[0]] if b.dresidual is None else [b[0], b.dresidual.to(acc_dtype(b.x.dtype))]
-        found = derivatives(function, leaves, grads)
+        found = autograd.derivatives(function, leaves, grads)
         named = zip(wanted, leaves, found, strict=True)
         return results(b, {n: torch.zeros_like(t) if g is None else g for n, t, g in named})
 
     return implementation
 
 
-def without_kernel(operator: OpOverload, keeps_order: bool = False) -> Callable[..., Outputs]:
+def without_kernel(operator: OpOverload, family: Family) -> Callable[..., Outputs]:
     """The implementation of a backward operator for devices without kernels."""
     Call, implementation = load.call_of(operator), GRADIENTS[operator]
 
@@ -152,7 +139,7 @@ def without_kernel(operator: OpOverload, keeps_order: bool = False) -> Callable[
         arguments.check_tensors(b)
         with torch.no_grad():
             first, *others = implementation(*args)
-        in_order = getattr(b, "needs_dx", False) and (keeps_order or b.keeps_order)
+        in_order = getattr(b, "needs_dx", False) and (family.keeps_order or b.keeps_order)
         first = laid_out(first, b.x, True) if in_order else own(first, b)
         return first, *(own(t, b) for t in others)
 
@@ -162,13 +149,13 @@ def without_kernel(operator: OpOverload, keeps_order: bool = False) -> Callable[
 # ---- Derivatives.
 
 
-class Forward(Function):
+class Forward(autograd.Function):
     """What NAME_forward gives."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, family: Family, *args: Any) -> Any:
-        with lower_levels():
-            found = redispatch(family.forward, keyset, *args)
+        with autograd.lower_levels():
+            found = autograd.redispatch(family.forward, keyset, *args)
         return Forward.save(ctx, family, args, found)
 
     @staticmethod
@@ -221,7 +208,7 @@ class Forward(Function):
             given = {**ctx.others, **tensors, **flags, "dy": dy}
             if "dresidual" in Call._fields:
                 given["dresidual"] = dresidual
-            found = call_operator(ctx.operator, *Call(**given))
+            found = autograd.call_operator(ctx.operator, *Call(**given))
             of_flags = zip(flags.items(), found, strict=True)
             gradients |= {
                 name.removeprefix("needs_d"): gradient
@@ -265,13 +252,13 @@ def _autograd(family: Family, operator: OpOverload) -> Callable[..., Any]:
 
     def implementation(keyset: Any, *args: Any) -> Any:
         a = family.Call(*args)
-        if in_forward_mode():
+        if autograd.in_forward_mode():
             family.check(a)
             *rows, mean, rstd = family.formula(a)
             return outputs((*rows, mean.detach(), rstd.detach()))
-        if needs_grad(*tensors_of(a)):
-            return outputs(apply(Forward, keyset, family, *a))
-        return redispatch(operator, keyset, *args)
+        if autograd.needs_grad(*tensors_of(a)):
+            return outputs(autograd.apply(Forward, keyset, family, *a))
+        return autograd.redispatch(operator, keyset, *args)
 
     return implementation
 
@@ -296,37 +283,33 @@ def implement(
     operator: OpOverload,
     implementation: Callable[..., Any],
     without_data: Callable[..., Any],
-    vmap: Callable[..., Any] | None,
+    vmap: Callable[..., Any],
 ) -> None:
     """Registers an operator's implementation for every device, one without data, and vmap."""
     fallback.implement(operator, implementation)
     torch.library.register_fake(operator, without_data)
-    if vmap is not None:
-        torch.library.register_vmap(operator, vmap)
+    torch.library.register_vmap(operator, vmap)
 
 
 def implement_backward(
-    operator: OpOverload, by_formula: Callable[..., Outputs], family: Family, **order: bool
+    operator: OpOverload, by_formula: Callable[..., Outputs], family: Family
 ) -> None:
-    """The same for a backward operator, and all else that its formula needs for vmap."""
+    """The same for a backward operator, and for its formula, which vmap calls."""
     GRADIENTS[operator] = by_formula
-    fake = fake_backward(operator, **order)
-    implement(operator, without_kernel(operator, **order), fake, None)
-    formula = getattr(load.operators, fallback.PREFIX + operator._opname).default
-    torch.library.register_vmap(operator, vmap_of(operator, formula, family))
-    torch.library.register_fake(formula, fake)
-    torch.library.register_vmap(formula, vmap_of(operator, formula, family, always=True))
-    differentiated = backward_autograd(formula, by_formula)
+    formula = fallback.implement(operator, without_kernel(operator, family))
+    for one in (operator, formula):
+        torch.library.register_fake(one, fake_backward(operator, family))
+        rule = vmap_of(operator, formula, family, always=one is formula)
+        torch.library.register_vmap(one, rule)
+    differentiated = autograd.backward_autograd(formula, by_formula)
     load.library.impl(formula._opname, differentiated, "Autograd", with_keyset=True)
 
 
 def implement_forward(family: Family) -> None:
     """The same for both forward operators of a family."""
     FAMILIES.append(family)
-    fakes, formulas_of = (
-        family.both(fake(family)),
-        family.both(lambda *args: family.formula(family.Call(*args))),
-    )
+    fakes = family.both(fake(family))
+    formulas_of = family.both(lambda *args: family.formula(family.Call(*args)))
     for operator, implementation in family.both(composite(family)).items():
         rule = vmap_of(operator, formulas_of[operator], family)
         implement(operator, implementation, fakes[operator], rule)
@@ -341,8 +324,7 @@ def register(beside_library: bool) -> None:
     prefix = "_differentiable_" if beside_library else ""
     of_family = [(one, operator) for one in FAMILIES for operator in (one.plain, one.forward)]
     implementations = {operator: _autograd(*one) for one in of_family for operator in one[1:]}
-    implementations |= {one: backward_autograd(one, GRADIENTS[one]) for one in GRADIENTS}
-    implementations |= AUTOGRAD
+    implementations |= {one: autograd.backward_autograd(one, GRADIENTS[one]) for one in GRADIENTS}
     for operator, implementation in implementations.items():
         if prefix:
             load.define_like(operator._opname, prefix)

@@ -86,4 +86,4 @@ FAMILY = Family(
 )
 implement_forward(FAMILY)
 _gradients = gradients(FAMILY.backward, lambda b, once: _of(b, b.x, once))
-implement_backward(FAMILY.backward, _gradients, FAMILY, keeps_order=True)
+implement_backward(FAMILY.backward, _gradients, FAMILY)
