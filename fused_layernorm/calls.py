@@ -19,15 +19,7 @@ from . import stock
 from .compile import choice
 from .ops import arguments, autograd_library, formulas, groups
 from .ops.autocast import under_autocast
-from .ops.operators import (
-    ADA_LAYER_NORM,
-    ADD_ADA_LAYER_NORM,
-    ADD_LAYER_NORM,
-    LAYER_NORM,
-    Arguments,
-    Operator,
-    describe,
-)
+from .ops.operators import FORWARD, Arguments, Operator, describe
 
 is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -156,10 +148,7 @@ def _call_of(operator: Operator) -> Callable[[Arguments], Any]:
     return made
 
 
-_layer_norm = _call_of(LAYER_NORM)
-_add_layer_norm = _call_of(ADD_LAYER_NORM)
-_ada_layer_norm = _call_of(ADA_LAYER_NORM)
-_add_ada_layer_norm = _call_of(ADD_ADA_LAYER_NORM)
+_CALLS = tuple(map(_call_of, FORWARD))
 
 
 def run(a: Arguments) -> Any:
@@ -183,11 +172,8 @@ def run(a: Arguments) -> Any:
                 arguments.check(a)
                 y, *others = formulas.computed(formulas.forward, a)
                 return y if residual is None else (y, others[0])
-        if gate is None and a.shift is None and a.scale is None:
-            call = _layer_norm if residual is None else _add_layer_norm
-        else:
-            call = _ada_layer_norm if residual is None else _add_ada_layer_norm
-        return call(a)
+        is_modulated = gate is not None or a.shift is not None or a.scale is not None
+        return _CALLS[2 * is_modulated + (residual is not None)](a)
     except Exception as error:
         raise arguments.explain(error, a) from None
 

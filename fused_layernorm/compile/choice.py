@@ -15,21 +15,13 @@ from torch import Tensor
 
 from ..ops import arguments
 from ..ops.aten_forward import VARIANTS
-from ..ops.operators import (
-    ADA_LAYER_NORM,
-    ADD_ADA_LAYER_NORM,
-    ADD_LAYER_NORM,
-    LAYER_NORM,
-    TENSORS,
-    Arguments,
-)
+from ..ops.operators import FORWARD, TENSORS, Arguments
 from . import rules
 
 # Dynamo of torch 2.10 cannot follow the choice: there, every call keeps its kernel.
 CHOOSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
-_ATEN_LAYER_NORM = VARIANTS[LAYER_NORM.overload]
-_ATEN_ADD_LAYER_NORM = VARIANTS[ADD_LAYER_NORM.overload]
+_VARIANTS = tuple(VARIANTS[one.overload] for one in FORWARD)
 
 
 def run(a: Arguments) -> Any:
@@ -41,12 +33,9 @@ def run(a: Arguments) -> Any:
             return torch.rms_norm(a.input, a.normalized_shape, a.weight, a.eps)
         return torch.layer_norm(a.input, a.normalized_shape, a.weight, a.bias, a.eps)
     # operator_of and Operator.lay_out are nothing that Dynamo can trace.
-    if a.residual is None:
-        operator, variant = (ADA_LAYER_NORM if a.is_modulated else LAYER_NORM), _ATEN_LAYER_NORM
-    else:
-        operator = ADD_ADA_LAYER_NORM if a.is_modulated else ADD_LAYER_NORM
-        variant = _ATEN_ADD_LAYER_NORM
-    overload = operator.overload if choice == "KERNEL" else variant
+    place = 2 * a.is_modulated + (a.residual is not None)
+    operator = FORWARD[place]
+    overload = operator.overload if choice == "KERNEL" else _VARIANTS[place]
     return overload(*[getattr(a, name) for name in operator.fields])
 
 

@@ -33,8 +33,9 @@ class Function(_SingleLevelFunction):
     _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
 
 
-def needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def needs_grad(*args: Any) -> bool:
+    """Whether one of these is a tensor that asks for a gradient."""
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 
 def in_forward_mode() -> bool:
@@ -186,7 +187,7 @@ def backward_autograd(operator: OpOverload, gradients: Any) -> Callable[..., Any
     def implementation(keyset: Any, *args: Any) -> Any:
         if in_forward_mode():
             return gradients(*args)
-        if needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
+        if needs_grad(*args):
             return apply(Backward, keyset, operator, Call, gradients, *Call(*args))
         return redispatch(operator, keyset, *args)
 

@@ -73,10 +73,6 @@ FAMILIES: list[Family] = []
 GRADIENTS: dict[OpOverload, Callable[..., Outputs]] = {}
 
 
-def tensors_of(call: Any) -> tuple[Any, ...]:
-    return tuple(value for value in call if isinstance(value, Tensor))
-
-
 def _of_rows(a: Any) -> Any:
     ndim = a.normalized_ndim
     return (*a.input.shape[: a.input.dim() - ndim], *[1] * ndim)
@@ -256,7 +252,7 @@ def _autograd(family: Family, operator: OpOverload) -> Callable[..., Any]:
             family.check(a)
             *rows, mean, rstd = family.formula(a)
             return outputs((*rows, mean.detach(), rstd.detach()))
-        if autograd.needs_grad(*tensors_of(a)):
+        if autograd.needs_grad(*a):
             return outputs(autograd.apply(Forward, keyset, family, *a))
         return autograd.redispatch(operator, keyset, *args)
 

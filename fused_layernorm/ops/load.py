@@ -33,7 +33,6 @@ except OSError as error:
 operators = getattr(torch.ops, NAMESPACE)
 
 layer_norm = operators.layer_norm.default
-layer_norm_forward = operators.layer_norm_forward.default
 layer_norm_backward = operators.layer_norm_backward.default
 ada_layer_norm_backward = operators.ada_layer_norm_backward.default
 add_ada_layer_norm_backward = operators.add_ada_layer_norm_backward.default
