@@ -144,8 +144,7 @@ def _call_of(operator: Operator) -> Callable[[Arguments], Any]:
         f"lambda a: {call(len(fields))} if not ({have_defaults(statistic)}) else "
         f"{call(optional)} if {have_defaults(optional)} else {call(statistic)}"
     )
-    made: Callable[[Arguments], Any] = eval(source, {"op": operator.overload._op})
-    return made
+    return eval(source, {"op": operator.overload._op})
 
 
 _CALLS = tuple(map(_call_of, FORWARD))
@@ -224,8 +223,7 @@ def _over_dim(a: Arguments) -> Tensor:
     dim = dim if type(dim) is int else arguments.check_int("dim", dim)
     dim %= end + 1
     a.input, a.keeps_order, a.dim = a.input.movedim(dim, end), True, None
-    y: Tensor = run(a)
-    return y.movedim(end, dim)
+    return run(a).movedim(end, dim)
 
 
 def _may_fuse_gate(a: Arguments) -> bool:

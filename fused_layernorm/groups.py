@@ -127,10 +127,8 @@ def _run(a: GroupArguments) -> Tensor:
     a = _settled(a)
     if _is_compiling():
         return groups.group_norm(*a)
-    found: Tensor = calls.call(
-        groups.group_norm, a, arguments.check_group_norm, _in_onnx, groups.FAMILY
-    )
-    return found
+    check = arguments.check_group_norm
+    return calls.call(groups.group_norm, a, check, _in_onnx, groups.FAMILY)
 
 
 def _settled(a: GroupArguments) -> GroupArguments:

@@ -241,13 +241,10 @@ def _run(a: HeadArguments) -> tuple[Tensor, Tensor]:
         return _operator(*a)
     if a.q.dtype not in arguments.HALF and stock.differentiates(a.q):
         return composite_forward(*a)
-    found: tuple[Tensor, Tensor]
     if needs_grad(*a[:6]) or in_forward_mode():
-        found = calls.call(_operator, a, check, by_formula)
-    else:
-        with _below_autograd():  # autograd of this operator is in Python, and would do nothing
-            found = calls.call(_operator, a, check, by_formula)
-    return found
+        return calls.call(_operator, a, check, by_formula)
+    with _below_autograd():  # autograd of this operator is in Python, and would do nothing
+        return calls.call(_operator, a, check, by_formula)
 
 
 def _eps(eps: float | None, statistic: str | None, q: Tensor) -> float:

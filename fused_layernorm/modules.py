@@ -38,12 +38,12 @@ _DEFAULTS: dict[str, Any] = {
 
 def shown(module: nn.Module) -> str:
     """The options that are not the defaults, as extra_repr shows them."""
-    shown = ""
-    for name, default in _DEFAULTS.items():
-        value = getattr(module, name, default)
-        if value != default:
-            shown += f", {name}={name_of(value) if name == 'out_dtype' else repr(value)}"
-    return shown
+    options = ((name, getattr(module, name, default)) for name, default in _DEFAULTS.items())
+    return "".join(
+        f", {name}={name_of(value) if name == 'out_dtype' else repr(value)}"
+        for name, value in options
+        if value != _DEFAULTS[name]
+    )
 
 
 _NONE: Any = None  # torch.jit.script does not know the annotations of attributes
@@ -92,8 +92,7 @@ class Norm(nn.Module):
 
     def extra_repr(self) -> str:
         norm: Any = super()
-        found: str = norm.extra_repr()
-        return found + shown(self)
+        return norm.extra_repr() + shown(self)
 
     def __prepare_scriptable__(self) -> Norm:
         """torch.jit.script asks for what it compiles: the forward of PyTorch's class."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import stock
 from ..ops import arguments
 from ..ops.aten_forward import VARIANTS
 from ..ops.operators import FORWARD, TENSORS, Arguments
@@ -29,9 +30,7 @@ def run(a: Arguments) -> Any:
     _check_types(a)
     choice = "KERNEL" if a.is_modulated else _choice_for(a)
     if choice == "PYTORCH" and _has_own_norm(a):
-        if a.is_rms:
-            return torch.rms_norm(a.input, a.normalized_shape, a.weight, a.eps)
-        return torch.layer_norm(a.input, a.normalized_shape, a.weight, a.bias, a.eps)
+        return stock.norm_of(a.input, a)
     # operator_of and Operator.lay_out are nothing that Dynamo can trace.
     place = 2 * a.is_modulated + (a.residual is not None)
     operator = FORWARD[place]

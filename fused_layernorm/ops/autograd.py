@@ -123,8 +123,7 @@ def derivatives(
     # applied, and no other can begin: there autograd works on the tensors of its level.
     in_kernel = torch._C._dispatch_tls_local_exclude_set().has(_FRONT)
     if torch._C._are_functorch_transforms_active() and not in_kernel:
-        found: Sequence[Tensor] = torch.func.vjp(function, *tensors)[1](tuple(grads))
-        return found
+        return torch.func.vjp(function, *tensors)[1](tuple(grads))
     creates_graph = torch.is_grad_enabled()
     with _recording():
         # Views, so that the gradients end here and not further up.

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._prims_common import compute_elementwise_output_strides
 
 from . import arguments, autocast, autograd, fallback, formulas, load
-from .fakes import fake, fake_backward
 from .formulas import acc_dtype, complete, laid_out, results
 from .vmap import vmap_of
 
@@ -71,6 +71,8 @@ class Family:
 FAMILIES: list[Family] = []
 # From every backward operator to what it gives by PyTorch's operators, a function of its arguments.
 GRADIENTS: dict[OpOverload, Callable[..., Outputs]] = {}
+# Autograd of a backward operator that does not follow from its formula.
+AUTOGRAD: dict[OpOverload, Callable[..., Outputs]] = {}
 
 
 def _of_rows(a: Any) -> Any:
@@ -142,6 +144,48 @@ def without_kernel(operator: OpOverload, family: Family) -> Callable[..., Output
     return laid
 
 
+# ---- Shapes and dtypes without data, for compilers and meta tensors.
+
+
+def like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
+    if not keeps_order:
+        return x.new_empty(x.shape, dtype=dtype)
+    # A fake torch.empty_like loses the strides of dimensions of size 1, which the real one keeps.
+    return x.new_empty_strided(x.shape, compute_elementwise_output_strides(x), dtype=dtype)
+
+
+def fake(family: Family) -> Callable[..., Outputs]:
+    """NAME_forward without data."""
+
+    def implementation(*args: Any) -> Outputs:
+        a = family.Call(*args)
+        family.check(a)
+        x, of_rows, acc = a.input, family.statistics(a), acc_dtype(a.x_dtype)
+        return (
+            like(x, a.y_dtype, family.keeps_order or a.keeps_order),
+            *([] if a.residual is None else [x.new_empty(x.shape, dtype=a.residual.dtype)]),
+            x.new_empty((0,) if a.is_rms else of_rows, dtype=acc),
+            x.new_empty(of_rows, dtype=acc),
+        )
+
+    return implementation
+
+
+def fake_backward(operator: OpOverload, family: Family) -> Callable[..., Outputs]:
+    """A backward operator without data, whose arguments are not checked: compiled autograd traces
+    it with gradients of other shapes."""
+    Call = load.call_of(operator)
+
+    def implementation(*args: Any) -> Outputs:
+        b = complete(Call(*args))
+        in_order = family.keeps_order or b.keeps_order
+        given = {name: t for name in b.wanted if (t := getattr(b, name)) is not None}
+        found = {n: like(t, t.dtype, n == "x" and in_order) for n, t in given.items()}
+        return results(b, found)
+
+    return implementation
+
+
 # ---- Derivatives.
 
 
@@ -198,9 +242,6 @@ class Forward(autograd.Function):
                 found = load.gate_backward(dresidual, tensors["input"], tensors["gate"], *of_gate)
                 gradients |= zip(("input", "gate"), found, strict=True)
         else:
-            if flags.get("needs_dshift") and _is_gradient(dy, tensors["shift"], Call):
-                flags["needs_dshift"] = False
-                gradients["shift"] = dy
             given = {**ctx.others, **tensors, **flags, "dy": dy}
             if "dresidual" in Call._fields:
                 given["dresidual"] = dresidual
@@ -235,11 +276,6 @@ def _unread(family: Family, a: Any, needs: Any) -> list[str]:
     if "shift" in a._fields and not (activates or needs.shift):
         unread.append("shift")
     return unread
-
-
-def _is_gradient(dy: Tensor, shift: Tensor, Call: Any) -> bool:
-    """Whether the gradient of shift is dy itself, as where each element of y has one of its own."""
-    return "activation" not in Call._fields and (shift.shape, shift.dtype) == (dy.shape, dy.dtype)
 
 
 def _autograd(family: Family, operator: OpOverload) -> Callable[..., Any]:
@@ -321,6 +357,7 @@ def register(beside_library: bool) -> None:
     of_family = [(one, operator) for one in FAMILIES for operator in (one.plain, one.forward)]
     implementations = {operator: _autograd(*one) for one in of_family for operator in one[1:]}
     implementations |= {one: autograd.backward_autograd(one, GRADIENTS[one]) for one in GRADIENTS}
+    implementations |= AUTOGRAD
     for operator, implementation in implementations.items():
         if prefix:
             load.define_like(operator._opname, prefix)

@@ -104,8 +104,7 @@ class Record:
     @property
     def x_dtype(self) -> torch.dtype:
         """The dtype of what is normalized: the residual stream's, where there is one."""
-        found: torch.dtype = self.input.dtype if self.residual is None else self.residual.dtype
-        return found
+        return self.input.dtype if self.residual is None else self.residual.dtype
 
     @property
     def y_dtype(self) -> torch.dtype:
@@ -113,8 +112,7 @@ class Record:
 
     @property
     def normalized_shape(self) -> torch.Size:
-        found: torch.Size = self.input.shape[self.input.dim() - self.normalized_ndim :]
-        return found
+        return self.input.shape[self.input.dim() - self.normalized_ndim :]
 
 
 def fields_of(operator: torch._ops.OpOverload) -> list[str]:

@@ -168,8 +168,7 @@ def run(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of a call of qkv_norm_rope."""
     p = PackedArguments(*args)
     if _has_node(p):
-        found: tuple[Tensor, Tensor, Tensor] = autograd.apply(_Packed, *p)
-        return found
+        return autograd.apply(_Packed, *p)
     return *qkv_norm_rope(*p), part(p, 2)
 
 
