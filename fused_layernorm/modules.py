@@ -133,7 +133,7 @@ def forward_of(
     """
     is_rms, is_group = cls is RMSNorm, over == "num_groups"
     functions, own = vars(F), getattr(stock, function)
-    own_forward = getattr(stock, f"{function.upper()}_FORWARD")
+    own_forward = stock.FORWARDS[cls]
 
     def forward(self: Any, input: Tensor) -> Tensor:
         is_tried = not _is_compiling()

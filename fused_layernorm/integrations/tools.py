@@ -57,8 +57,7 @@ def _enter(tool: str, stock: type[nn.Module], ours: type[nn.Module]) -> None:
 
 
 def _fill(tool: str) -> None:
-    plain = ((stock, ours) for stock, (ours, *_) in classes.PLAIN.items())
-    for stock, ours in (*plain, *classes.made_classes()):
+    for stock, ours in (*classes.PLAIN.items(), *classes.made_classes()):
         _enter(tool, stock, ours)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from . import arguments, load
-from .arguments import HALF, name_of
+from .arguments import name_of
 from .autograd import derivatives, needs_grad
 from .formulas import acc_dtype, affine, normalized, shifted, to, warn_of_cuda
 
@@ -229,7 +229,7 @@ def check(a: Any) -> None:
             if parameter.shape != x.shape[3:]:
                 expected = f"of shape {[x.shape[3]]}, the size of a head"
                 raise arguments.shape_error(what, expected, parameter)
-            _check_device_and_dtype(what, parameter, q, a.q)
+            _check_beside(what, parameter, q, a.q)
         if a.weight_offset != 0 and a.statistic is not None and weight is None:
             raise ValueError(
                 f"expected a {prefix}weight beside weight_offset {a.weight_offset}, got none"
@@ -256,14 +256,12 @@ def _check_beside_q(a: Any, k: Tensor) -> None:
         )
 
 
-def _check_device_and_dtype(
-    name: str, tensor: Tensor, beside: str, q: Tensor, *, may_be_float32: bool = False
-) -> None:
-    arguments.check_device(name, tensor, beside, q)
-    wider = q.dtype in HALF or (may_be_float32 and q.dtype is torch.float64)
-    allowed = (q.dtype, torch.float32) if wider else (q.dtype,)
+def _check_beside(name: str, tensor: Tensor, q: str, of: Tensor, *others: torch.dtype) -> None:
+    """Raises unless a tensor goes with q, by device and dtype; it may also be of other dtypes."""
+    arguments.check_device(name, tensor, q, of)
+    allowed = [*dict.fromkeys((*arguments.beside(of.dtype), *others))]
     if tensor.dtype not in allowed:
-        raise arguments.dtype_error(name, tensor, allowed, beside, [q.dtype])
+        raise arguments.dtype_error(name, tensor, allowed, q, [of.dtype])
 
 
 def _check_angles(a: Any) -> None:
@@ -297,8 +295,7 @@ def _check_angles(a: Any) -> None:
                 f"batch {batch}{'' if batch == 1 else ' or 1'}, and n {rotary // 2} or {rotary}"
             )
             raise arguments.shape_error(name, expected, angles)
-        beside = "input" if a.k is None else "q"
-        _check_device_and_dtype(name, angles, beside, a.q, may_be_float32=True)
+        _check_beside(name, angles, "input" if a.k is None else "q", a.q, torch.float32)
     if cos.shape[-1] != sin.shape[-1] or cos.dtype != sin.dtype:
         raise RuntimeError(
             "expected cos and sin of one dtype and one last size, got "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forwards, on the fused kernels, that replace those of the classes in table.py.
+"""The forwards that replace those of LayerNorms of other libraries.
 
 Most say what the classes differ in, as arguments of `_norm`. The others are written as methods of
 the swapped class, with the parameters of the forward that they replace, of which the first may have
