@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import stock
-from .calls import plain
+from .calls import is_compiling, plain
 from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .ops.arguments import ACTIVATIONS, check_options, check_statistic, name_of
 from .stock import LayerNorm, RMSNorm
 
-_is_compiling = torch.compiler.is_dynamo_compiling
 _function_modes = torch._C._len_torch_function_stack
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
@@ -136,7 +135,7 @@ def forward_of(
     own_forward = stock.FORWARDS[cls]
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        is_tried = not _is_compiling()
+        is_tried = not is_compiling()
         # A mode of a tool is to see the stock call alone. Asked first: under a mode each access to
         # a tensor costs the host microseconds. The call is written out, without
         # nn.Module.__getattr__, so that it takes no more time than in PyTorch's class.

@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import stock
 from ..ops import arguments
 from ..ops.aten_forward import VARIANTS
+from ..ops.autograd import needs_grad
 from ..ops.operators import FORWARD, TENSORS, Arguments
 from . import rules
 
@@ -85,12 +86,8 @@ def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: boo
     size, statistic = math.prod(x.shape[1:]) // num_groups, "layer"
     if num_groups == x.shape[1]:
         statistic = "instance"
-    wants = _want_gradients(x, *others)
+    wants = needs_grad(x, *others)
     return _choice_of(x, size, "GROUPS", statistic, wants, has_neighbours=not fuses) == "PYTORCH"
-
-
-def _want_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _choice_for(a: Arguments) -> str:
@@ -98,7 +95,7 @@ def _choice_for(a: Arguments) -> str:
         return "KERNEL"
     fusion = "RESIDUAL" if a.residual is not None else "ACTIVATED" if a.activation else "PLAIN"
     may_be_cast = fusion == "PLAIN" and a.out_dtype is None and _is_one(a.output_scale)
-    wants = _want_gradients(a.input, a.residual, a.weight, a.bias)
+    wants = needs_grad(a.input, a.residual, a.weight, a.bias)
     cols = math.prod(a.normalized_shape)
     return _choice_of(a.input, cols, fusion, a.statistic, wants, may_be_cast)
 

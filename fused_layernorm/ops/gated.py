@@ -21,9 +21,6 @@ for _call in (GatedArguments, _BackwardArguments):
     _call.statistic, _call.normalized_ndim = "rms", 1
 
 
-# ---- The computation in PyTorch's operators.
-
-
 def _groups(x: Tensor, group_size: int) -> Tensor:
     """x as (..., groups, columns of a group)."""
     size = group_size or x.shape[-1]

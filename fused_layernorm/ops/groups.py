@@ -23,9 +23,6 @@ group_norm = load.operators.group_norm.default
 GroupArguments = load.call_of(group_norm)  # one call of group_norm
 
 
-# ---- The computation in PyTorch's operators.
-
-
 def _of_channels(parameter: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor | None:
     """A parameter of channels, or of channels of samples, that broadcasts to x."""
     if parameter is None:

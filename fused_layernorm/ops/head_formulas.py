@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from . import arguments, load
 from .arguments import name_of
-from .autograd import derivatives, needs_grad
+from .autograd import derivatives
 from .formulas import acc_dtype, affine, normalized, shifted, to, warn_of_cuda
 
 STATISTICS = (*arguments.STATISTICS, None)
@@ -47,10 +47,6 @@ def has_kernel(x: Tensor, cos: Tensor | None) -> bool:
         and cols % 2 == 0
         and (cos is None or cos.dtype in (x.dtype, torch.float32))
     )
-
-
-def needs_grad_of_angles(a: Any) -> bool:
-    return needs_grad(a.cos, a.sin)
 
 
 # ---- The computation in PyTorch's operators.

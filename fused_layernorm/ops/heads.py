@@ -37,11 +37,9 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_backward(*args: Any) -> Any:
     b = BackwardArguments(*args)
-    found = {name: getattr(b, name) for name in head_formulas.wanted(b)}
-    dense = {
-        name: dense_like(t) if t.dim() == 4 else t.new_empty(t.shape) for name, t in found.items()
-    }
-    return head_formulas.results(b, dense)
+    named = ((name, getattr(b, name)) for name in head_formulas.wanted(b))
+    found = {n: dense_like(t) if t.dim() == 4 else t.new_empty(t.shape) for n, t in named}
+    return head_formulas.results(b, found)
 
 
 # ---- Derivatives.
@@ -94,7 +92,7 @@ class _Forward(autograd.Function):
 
 def _autograd(keyset: Any, *args: Any) -> Any:
     a = HeadArguments(*args)
-    if autograd.in_forward_mode() or head_formulas.needs_grad_of_angles(a):
+    if autograd.in_forward_mode() or autograd.needs_grad(a.cos, a.sin):
         check(a)
         return head_formulas.by_formula(a)
     if autograd.needs_grad(*a[:6]):

@@ -160,7 +160,7 @@ def _has_node(p: Any) -> bool:
         and not torch.utils._python_dispatch.is_traceable_wrapper_subclass(p.qkv)
         and not torch._C._are_functorch_transforms_active()
         and not autograd.in_forward_mode()
-        and not head_formulas.needs_grad_of_angles(p)
+        and not autograd.needs_grad(p.cos, p.sin)
     )
 
 

@@ -124,8 +124,6 @@ def _in_promoted_dtype(
     return layer_norm(*matched(x, weight, bias), eps, out_dtype=dtype, dim=dim)
 
 
-# ---- The forwards.
-
 _CHANNELS, _CHANNELS_1D = (0, 2, 3, 1), (0, 2, 1)
 
 

@@ -85,9 +85,6 @@ def _modulated(
     return ada_layer_norm(x, shift, scale, weight, bias, eps, out_dtype=out_dtype, **options)
 
 
-# ---- The forwards.
-
-
 def derived(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The class's own forward with each norm and its modulation in one call of `_modulate`.
 
