@@ -147,7 +147,7 @@ def _call_of(operator: Operator) -> Callable[[Arguments], Any]:
     return eval(source, {"op": operator.overload._op})
 
 
-_CALLS = tuple(map(_call_of, FORWARD))
+_layer_norm, _add_layer_norm, _ada_layer_norm, _add_ada_layer_norm = map(_call_of, FORWARD)
 
 
 def run(a: Arguments) -> Any:
@@ -171,8 +171,9 @@ def run(a: Arguments) -> Any:
                 arguments.check(a)
                 y, *others = formulas.computed(formulas.forward, a)
                 return y if residual is None else (y, others[0])
-        is_modulated = gate is not None or a.shift is not None or a.scale is not None
-        return _CALLS[2 * is_modulated + (residual is not None)](a)
+        if gate is None and a.shift is None and a.scale is None:
+            return _layer_norm(a) if residual is None else _add_layer_norm(a)
+        return _ada_layer_norm(a) if residual is None else _add_ada_layer_norm(a)
     except Exception as error:
         raise arguments.explain(error, a) from None
 
