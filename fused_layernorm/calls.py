@@ -19,15 +19,7 @@ from . import stock
 from .compile import choice
 from .ops import arguments, autograd_library, formulas, groups
 from .ops.autocast import under_autocast
-from .ops.operators import (
-    ADA_LAYER_NORM,
-    ADD_ADA_LAYER_NORM,
-    ADD_LAYER_NORM,
-    LAYER_NORM,
-    Arguments,
-    Operator,
-    describe,
-)
+from .ops.operators import FORWARD, Arguments, Operator, describe
 
 is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -152,14 +144,10 @@ def _call_of(operator: Operator) -> Callable[[Arguments], Any]:
         f"lambda a: {call(len(fields))} if not ({have_defaults(statistic)}) else "
         f"{call(optional)} if {have_defaults(optional)} else {call(statistic)}"
     )
-    made: Callable[[Arguments], Any] = eval(source, {"op": operator.overload._op})
-    return made
+    return eval(source, {"op": operator.overload._op})
 
 
-_layer_norm = _call_of(LAYER_NORM)
-_add_layer_norm = _call_of(ADD_LAYER_NORM)
-_ada_layer_norm = _call_of(ADA_LAYER_NORM)
-_add_ada_layer_norm = _call_of(ADD_ADA_LAYER_NORM)
+_layer_norm, _add_layer_norm, _ada_layer_norm, _add_ada_layer_norm = map(_call_of, FORWARD)
 
 
 def run(a: Arguments) -> Any:
@@ -184,10 +172,8 @@ def run(a: Arguments) -> Any:
                 y, *others = formulas.computed(formulas.forward, a)
                 return y if residual is None else (y, others[0])
         if gate is None and a.shift is None and a.scale is None:
-            call = _layer_norm if residual is None else _add_layer_norm
-        else:
-            call = _ada_layer_norm if residual is None else _add_ada_layer_norm
-        return call(a)
+            return _layer_norm(a) if residual is None else _add_layer_norm(a)
+        return _ada_layer_norm(a) if residual is None else _add_ada_layer_norm(a)
     except Exception as error:
         raise arguments.explain(error, a) from None
 
@@ -238,8 +224,7 @@ def _over_dim(a: Arguments) -> Tensor:
     dim = dim if type(dim) is int else arguments.check_int("dim", dim)
     dim %= end + 1
     a.input, a.keeps_order, a.dim = a.input.movedim(dim, end), True, None
-    y: Tensor = run(a)
-    return y.movedim(end, dim)
+    return run(a).movedim(end, dim)
 
 
 def _may_fuse_gate(a: Arguments) -> bool:

@@ -39,8 +39,6 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
             head_formulas.HeadArguments(*args)
         ),
         heads.qk_norm_rope_backward: once(head_formulas.backward_by_formula),
-        packed.qkv_norm_rope: lambda *args: head_formulas.formula(
-            packed.of_parts(packed.PackedArguments(*args))
-        ),
+        packed.qkv_norm_rope: lambda *args: packed.by_formula(packed.PackedArguments(*args))[:2],
         packed.qkv_norm_rope_backward: once(packed.gradients),
     }

@@ -48,17 +48,9 @@ class FusedRMSNormGated(FusedRMSNorm):
         round_before_weight: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            hidden_size,
-            eps,
-            elementwise_affine,
-            device,
-            dtype,
-            bias=bias,
-            weight_offset=weight_offset,
-            round_before_weight=round_before_weight,
-            out_dtype=out_dtype,
-        )
+        options: Any = {"round_before_weight": round_before_weight, "out_dtype": out_dtype}
+        options |= {"bias": bias, "weight_offset": weight_offset}
+        super().__init__(hidden_size, eps, elementwise_affine, device, dtype, **options)
         arguments.check_gate_activation(gate_activation)
         arguments.check_group_size(group_size, self.normalized_shape[-1])
         self.gate_first = gate_first

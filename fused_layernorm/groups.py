@@ -11,14 +11,12 @@ from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 
 from . import calls, stock
-from .calls import plain
+from .calls import is_compiling, plain
 from .compile import choice
 from .modules import Norm, forward_of
 from .ops import arguments, formulas, groups
 from .ops.groups import GroupArguments
 from .stock import GroupNorm
-
-_is_compiling = torch.compiler.is_dynamo_compiling
 
 # torch.fx.symbolic_trace records each of these as one call.
 torch.fx.wrap("group_norm")
@@ -74,7 +72,7 @@ def group_norm(
 
     The errors are those of :func:`layer_norm`, and a ValueError where a group has one value.
     """
-    is_bare = activation is None and out_dtype is None and not _is_compiling()
+    is_bare = activation is None and out_dtype is None and not is_compiling()
     if is_bare and type(scale) is float and scale == 1.0:
         y = plain(False, input, num_groups, weight, bias, eps, True)
         if y is not None:
@@ -125,12 +123,10 @@ def ada_group_norm(
 
 def _run(a: GroupArguments) -> Tensor:
     a = _settled(a)
-    if _is_compiling():
+    if is_compiling():
         return groups.group_norm(*a)
-    found: Tensor = calls.call(
-        groups.group_norm, a, arguments.check_group_norm, _in_onnx, groups.FAMILY
-    )
-    return found
+    check = arguments.check_group_norm
+    return calls.call(groups.group_norm, a, check, _in_onnx, groups.FAMILY)
 
 
 def _settled(a: GroupArguments) -> GroupArguments:

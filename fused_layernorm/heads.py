@@ -9,17 +9,9 @@ import torch
 from torch import Tensor
 
 from . import calls, stock
-from .ops import arguments, packed
+from .ops import arguments, head_formulas, packed
 from .ops.autograd import in_forward_mode, needs_grad
-from .ops.head_formulas import (
-    HeadArguments,
-    by_formula,
-    check,
-    composite_forward,
-    has_kernel,
-    has_rows,
-    needs_grad_of_angles,
-)
+from .ops.head_formulas import HeadArguments, by_formula, check, has_kernel
 from .ops.heads import qk_norm_rope as _operator
 
 _is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
@@ -183,13 +175,12 @@ def qkv_norm_rope(
         bool(round_before_weight), bool(interleaved), kv_heads, layout == "h3d",
     )  # fmt: skip
     _check_types(p)
-    takes = qkv.dim() == 4 and has_kernel(qkv, cos) and has_rows(qkv)
+    takes = qkv.dim() == 4 and has_kernel(qkv, cos) and head_formulas.has_rows(qkv)
     if takes and not calls.is_compiling():
         by_pytorch = qkv.dtype not in arguments.HALF and stock.differentiates(qkv)
         takes = not (by_pytorch or torch.onnx.is_in_onnx_export())
     if not takes:
-        parts = packed.parts(p, qkv)
-        return *_run(packed.heads(p, *parts[:2])), parts[2]
+        return *_run(packed.of_parts(p)), packed.part(p, 2)
     if calls.is_compiling():
         return packed.run(*p)
     try:
@@ -235,20 +226,17 @@ def _all_heads(qkv: Tensor, layout: Any, num_kv_heads: Any, head_dim: Any) -> tu
 def _run(a: HeadArguments) -> tuple[Tensor, Tensor]:
     """The results; without k, an empty tensor is the second."""
     _check_types(a)
-    if a.q.dim() == 4 and (needs_grad_of_angles(a) or not has_kernel(a.q, a.cos)):
+    if a.q.dim() == 4 and (needs_grad(a.cos, a.sin) or not has_kernel(a.q, a.cos)):
         check(a)
         return by_formula(a)
     if calls.is_compiling():
         return _operator(*a)
     if a.q.dtype not in arguments.HALF and stock.differentiates(a.q):
-        return composite_forward(*a)
-    found: tuple[Tensor, Tensor]
+        return head_formulas.composite_forward(*a)
     if needs_grad(*a[:6]) or in_forward_mode():
-        found = calls.call(_operator, a, check, by_formula)
-    else:
-        with _below_autograd():  # autograd of this operator is in Python, and would do nothing
-            found = calls.call(_operator, a, check, by_formula)
-    return found
+        return calls.call(_operator, a, check, by_formula)
+    with _below_autograd():  # autograd of this operator is in Python, and would do nothing
+        return calls.call(_operator, a, check, by_formula)
 
 
 def _eps(eps: float | None, statistic: str | None, q: Tensor) -> float:

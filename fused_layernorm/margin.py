@@ -15,9 +15,8 @@ from .ops import arguments, load
 VARIABLE = "FUSED_LAYERNORM_SM_MARGIN"
 
 _lock = threading.Lock()
-# The margins of the process: the environment's, and behind it that of each context entered, in
-# their order. The last one counts.
-_entered: list[list[int]] = []
+# The margin of each context that was entered, in their order. The last one counts.
+_entered: dict[object, int] = {}
 
 
 def sm_margin(n: int) -> AbstractContextManager[None]:
@@ -61,20 +60,20 @@ def _checked(n: int) -> int:
 
 @contextmanager
 def _margin(n: int) -> Iterator[None]:
-    entry = [n]  # a list, because two entries of one number are different ones
+    entry = object()
     with _lock:
-        _entered.append(entry)
+        _entered[entry] = n
         _set()
     try:
         yield
     finally:
         with _lock:
-            del _entered[next(i for i, one in enumerate(_entered) if one is entry)]
+            del _entered[entry]
             _set()
 
 
 def _set() -> None:
-    load.operators._set_sm_margin(_entered[-1][0] if _entered else _of_environment)
+    load.operators._set_sm_margin([_of_environment, *_entered.values()][-1])
 
 
 def _read(given: str | None) -> int:

@@ -48,8 +48,7 @@ class _Slot(modules.Norm):
             parameter.sequence_parallel = is_parallel  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> Tensor:
-        found: Tensor = self._fused(input) if self.weight_offset else super().forward(input)
-        return found
+        return self._fused(input) if self.weight_offset else super().forward(input)
 
     def _fused(self, input: Tensor) -> Tensor:
         norm: Any = self
@@ -60,8 +59,7 @@ class _Slot(modules.Norm):
         a = describe(input, weight=weight, bias=bias, eps=norm.eps)
         a.normalized_ndim = arguments.normalized_ndim(input, weight, bias, norm.normalized_shape)
         a.statistic, a.weight_offset = "rms" if bias is None else "layer", norm.weight_offset
-        found: Tensor = calls.run(a)
-        return found
+        return calls.run(a)
 
 
 class FusedLayerNorm(_Slot, modules.FusedLayerNorm):

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import stock
-from .calls import plain
+from .calls import is_compiling, plain
 from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .ops.arguments import ACTIVATIONS, check_options, check_statistic, name_of
 from .stock import LayerNorm, RMSNorm
 
-_is_compiling = torch.compiler.is_dynamo_compiling
 _function_modes = torch._C._len_torch_function_stack
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
@@ -38,12 +37,12 @@ _DEFAULTS: dict[str, Any] = {
 
 def shown(module: nn.Module) -> str:
     """The options that are not the defaults, as extra_repr shows them."""
-    shown = ""
-    for name, default in _DEFAULTS.items():
-        value = getattr(module, name, default)
-        if value != default:
-            shown += f", {name}={name_of(value) if name == 'out_dtype' else repr(value)}"
-    return shown
+    options = ((name, getattr(module, name, default)) for name, default in _DEFAULTS.items())
+    return "".join(
+        f", {name}={name_of(value) if name == 'out_dtype' else repr(value)}"
+        for name, value in options
+        if value != _DEFAULTS[name]
+    )
 
 
 _NONE: Any = None  # torch.jit.script does not know the annotations of attributes
@@ -92,8 +91,7 @@ class Norm(nn.Module):
 
     def extra_repr(self) -> str:
         norm: Any = super()
-        found: str = norm.extra_repr()
-        return found + shown(self)
+        return norm.extra_repr() + shown(self)
 
     def __prepare_scriptable__(self) -> Norm:
         """torch.jit.script asks for what it compiles: the forward of PyTorch's class."""
@@ -134,10 +132,10 @@ def forward_of(
     """
     is_rms, is_group = cls is RMSNorm, over == "num_groups"
     functions, own = vars(F), getattr(stock, function)
-    own_forward = getattr(stock, f"{function.upper()}_FORWARD")
+    own_forward = stock.FORWARDS[cls]
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        is_tried = not _is_compiling()
+        is_tried = not is_compiling()
         # A mode of a tool is to see the stock call alone. Asked first: under a mode each access to
         # a tensor costs the host microseconds. The call is written out, without
         # nn.Module.__getattr__, so that it takes no more time than in PyTorch's class.

@@ -102,5 +102,4 @@ def _switch(key: str, on: bool) -> None:
 
 def _calls(key: str) -> int:
     """How many calls the override has taken, for tests."""
-    count: int = load.operators._override_calls(key)
-    return count
+    return load.operators._override_calls(key)

@@ -62,12 +62,12 @@ layer_norm = unless_replaced(F.layer_norm)
 rms_norm = unless_replaced(F.rms_norm)
 group_norm = unless_replaced(F.group_norm)
 instance_norm = unless_replaced(F.instance_norm)
-# The classes as they are at this import: a tool may put others in their place.
+# The classes and their forwards as they are at this import: a tool may put others in their place.
 LayerNorm, RMSNorm, GroupNorm = nn.LayerNorm, nn.RMSNorm, nn.GroupNorm
 InstanceNorms = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-LAYER_NORM_FORWARD, RMS_NORM_FORWARD, GROUP_NORM_FORWARD = map(
-    own_forward, (LayerNorm, RMSNorm, GroupNorm)
-)
+FORWARDS: dict[Any, Any] = {
+    cls: own_forward(cls) for cls in (LayerNorm, RMSNorm, GroupNorm, *InstanceNorms)
+}
 
 
 def are_supported(x: Any, *others: Any) -> bool:

@@ -13,23 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import stock
 from ..ops import arguments
 from ..ops.aten_forward import VARIANTS
-from ..ops.operators import (
-    ADA_LAYER_NORM,
-    ADD_ADA_LAYER_NORM,
-    ADD_LAYER_NORM,
-    LAYER_NORM,
-    TENSORS,
-    Arguments,
-)
+from ..ops.autograd import needs_grad
+from ..ops.operators import FORWARD, TENSORS, Arguments
 from . import rules
 
 # Dynamo of torch 2.10 cannot follow the choice: there, every call keeps its kernel.
 CHOOSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
-_ATEN_LAYER_NORM = VARIANTS[LAYER_NORM.overload]
-_ATEN_ADD_LAYER_NORM = VARIANTS[ADD_LAYER_NORM.overload]
+_VARIANTS = tuple(VARIANTS[one.overload] for one in FORWARD)
 
 
 def run(a: Arguments) -> Any:
@@ -37,16 +31,11 @@ def run(a: Arguments) -> Any:
     _check_types(a)
     choice = "KERNEL" if a.is_modulated else _choice_for(a)
     if choice == "PYTORCH" and _has_own_norm(a):
-        if a.is_rms:
-            return torch.rms_norm(a.input, a.normalized_shape, a.weight, a.eps)
-        return torch.layer_norm(a.input, a.normalized_shape, a.weight, a.bias, a.eps)
+        return stock.norm_of(a.input, a)
     # operator_of and Operator.lay_out are nothing that Dynamo can trace.
-    if a.residual is None:
-        operator, variant = (ADA_LAYER_NORM if a.is_modulated else LAYER_NORM), _ATEN_LAYER_NORM
-    else:
-        operator = ADD_ADA_LAYER_NORM if a.is_modulated else ADD_LAYER_NORM
-        variant = _ATEN_ADD_LAYER_NORM
-    overload = operator.overload if choice == "KERNEL" else variant
+    place = 2 * a.is_modulated + (a.residual is not None)
+    operator = FORWARD[place]
+    overload = operator.overload if choice == "KERNEL" else _VARIANTS[place]
     return overload(*[getattr(a, name) for name in operator.fields])
 
 
@@ -97,12 +86,8 @@ def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: boo
     size, statistic = math.prod(x.shape[1:]) // num_groups, "layer"
     if num_groups == x.shape[1]:
         statistic = "instance"
-    wants = _want_gradients(x, *others)
+    wants = needs_grad(x, *others)
     return _choice_of(x, size, "GROUPS", statistic, wants, has_neighbours=not fuses) == "PYTORCH"
-
-
-def _want_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _choice_for(a: Arguments) -> str:
@@ -110,7 +95,7 @@ def _choice_for(a: Arguments) -> str:
         return "KERNEL"
     fusion = "RESIDUAL" if a.residual is not None else "ACTIVATED" if a.activation else "PLAIN"
     may_be_cast = fusion == "PLAIN" and a.out_dtype is None and _is_one(a.output_scale)
-    wants = _want_gradients(a.input, a.residual, a.weight, a.bias)
+    wants = needs_grad(a.input, a.residual, a.weight, a.bias)
     cols = math.prod(a.normalized_shape)
     return _choice_of(a.input, cols, fusion, a.statistic, wants, may_be_cast)
 

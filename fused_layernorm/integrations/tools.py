@@ -18,7 +18,8 @@ from typing import Any
 from torch import nn
 
 from ..modules import is_bare
-from ..ops.load import NAMESPACE
+from ..ops.groups import group_norm
+from ..ops.load import NAMESPACE, fields_of
 from ..ops.operators import LAYER_NORM
 from ..swap import classes
 from .after_import import after_import
@@ -56,8 +57,7 @@ def _enter(tool: str, stock: type[nn.Module], ours: type[nn.Module]) -> None:
 
 
 def _fill(tool: str) -> None:
-    plain = ((stock, ours) for stock, (ours, *_) in classes.PLAIN.items())
-    for stock, ours in (*plain, *classes.made_classes()):
+    for stock, ours in (*classes.PLAIN.items(), *classes.made_classes()):
         _enter(tool, stock, ours)
 
 
@@ -80,13 +80,11 @@ def _register_with_fvcore() -> None:
 
     def count_groups(inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
         # Theirs finds the weight, which says whether there are parameters, behind num_groups.
-        return of_group_norm([*inputs[:2], inputs[_WEIGHT_OF_GROUPS]], outputs)
+        return of_group_norm([*inputs[:2], inputs[fields_of(group_norm).index("weight")]], outputs)
 
     counts[f"{NAMESPACE}::{LAYER_NORM.name}"] = count
     counts[f"{NAMESPACE}::group_norm"] = count_groups
 
-
-_WEIGHT_OF_GROUPS = 4  # its place among the operator's arguments
 
 # ---- Quantization by torch.fx.
 

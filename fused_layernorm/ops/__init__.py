@@ -7,8 +7,7 @@ arguments   what a call must satisfy: every check and every error message
 formulas    the arithmetic as differentiable expressions
 autograd    what derivatives are made of: the first order runs on the operators
 autocast    the dtypes that autocast gives
-family      what follows from a formula: implementations, derivatives, autocast
-fakes       shapes and dtypes without data, for torch.compile and meta tensors
+family      what follows from a formula: implementations, derivatives, autocast, fakes
 vmap        the batch as one more leading dimension
 fallback    the same formulas on CUDA, for calls that no kernel takes
 norms       the operators of norms over rows, as families

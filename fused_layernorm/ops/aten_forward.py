@@ -40,7 +40,7 @@ def _define(of: Family) -> OpOverload:
         of.check(a)
         if autograd.in_forward_mode():
             found = of.formula(a)
-        elif autograd.needs_grad(*family.tensors_of(a)):
+        elif autograd.needs_grad(*a):
             found = autograd.apply(_Forward, None, of, *a)
         else:
             found = formulas.computed(of.formula, a)

@@ -33,8 +33,9 @@ class Function(_SingleLevelFunction):
     _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
 
 
-def needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def needs_grad(*args: Any) -> bool:
+    """Whether one of these is a tensor that asks for a gradient."""
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 
 def in_forward_mode() -> bool:
@@ -122,8 +123,7 @@ def derivatives(
     # applied, and no other can begin: there autograd works on the tensors of its level.
     in_kernel = torch._C._dispatch_tls_local_exclude_set().has(_FRONT)
     if torch._C._are_functorch_transforms_active() and not in_kernel:
-        found: Sequence[Tensor] = torch.func.vjp(function, *tensors)[1](tuple(grads))
-        return found
+        return torch.func.vjp(function, *tensors)[1](tuple(grads))
     creates_graph = torch.is_grad_enabled()
     with _recording():
         # Views, so that the gradients end here and not further up.
@@ -186,7 +186,7 @@ def backward_autograd(operator: OpOverload, gradients: Any) -> Callable[..., Any
     def implementation(keyset: Any, *args: Any) -> Any:
         if in_forward_mode():
             return gradients(*args)
-        if needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
+        if needs_grad(*args):
             return apply(Backward, keyset, operator, Call, gradients, *Call(*args))
         return redispatch(operator, keyset, *args)
 

@@ -24,8 +24,8 @@ served: Counter[str] = Counter()
 _last = threading.local()
 
 
-def implement(operator: OpOverload, implementation: Callable[..., Any]) -> None:
-    """Registers an operator's implementation for every device, and as its formula."""
+def implement(operator: OpOverload, implementation: Callable[..., Any]) -> OpOverload:
+    """Registers an operator's implementation for every device, and as its formula, the result."""
     name = operator._opname
 
     def formula(*args: Any) -> Any:
@@ -37,8 +37,9 @@ def implement(operator: OpOverload, implementation: Callable[..., Any]) -> None:
             raise
 
     load.library.impl(name, implementation, "CompositeExplicitAutograd")
-    load.define_like(name, PREFIX)
+    defined = load.define_like(name, PREFIX)
     load.library.impl(PREFIX + name, formula, "CompositeExplicitAutograd")
+    return defined
 
 
 def _error() -> str:

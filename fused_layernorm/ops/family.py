@@ -16,20 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._prims_common import compute_elementwise_output_strides
 
-from . import arguments, autocast, fallback, formulas, load
-from .autograd import (
-    Function,
-    apply,
-    backward_autograd,
-    call_operator,
-    derivatives,
-    in_forward_mode,
-    lower_levels,
-    needs_grad,
-    redispatch,
-)
-from .fakes import fake, fake_backward
+from . import arguments, autocast, autograd, fallback, formulas, load
 from .formulas import acc_dtype, complete, laid_out, results
 from .vmap import vmap_of
 
@@ -86,10 +75,6 @@ GRADIENTS: dict[OpOverload, Callable[..., Outputs]] = {}
 AUTOGRAD: dict[OpOverload, Callable[..., Outputs]] = {}
 
 
-def tensors_of(call: Any) -> tuple[Any, ...]:
-    return tuple(value for value in call if isinstance(value, Tensor))
-
-
 def _of_rows(a: Any) -> Any:
     ndim = a.normalized_ndim
     return (*a.input.shape[: a.input.dim() - ndim], *[1] * ndim)
@@ -130,14 +115,14 @@ def gradients(
 
         leaves = [getattr(b, name) for name in wanted]
         grads = [b[0]] if b.dresidual is None else [b[0], b.dresidual.to(acc_dtype(b.x.dtype))]
-        found = derivatives(function, leaves, grads)
+        found = autograd.derivatives(function, leaves, grads)
         named = zip(wanted, leaves, found, strict=True)
         return results(b, {n: torch.zeros_like(t) if g is None else g for n, t, g in named})
 
     return implementation
 
 
-def without_kernel(operator: OpOverload, keeps_order: bool = False) -> Callable[..., Outputs]:
+def without_kernel(operator: OpOverload, family: Family) -> Callable[..., Outputs]:
     """The implementation of a backward operator for devices without kernels."""
     Call, implementation = load.call_of(operator), GRADIENTS[operator]
 
@@ -152,23 +137,65 @@ def without_kernel(operator: OpOverload, keeps_order: bool = False) -> Callable[
         arguments.check_tensors(b)
         with torch.no_grad():
             first, *others = implementation(*args)
-        in_order = getattr(b, "needs_dx", False) and (keeps_order or b.keeps_order)
+        in_order = getattr(b, "needs_dx", False) and (family.keeps_order or b.keeps_order)
         first = laid_out(first, b.x, True) if in_order else own(first, b)
         return first, *(own(t, b) for t in others)
 
     return laid
 
 
+# ---- Shapes and dtypes without data, for compilers and meta tensors.
+
+
+def like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
+    if not keeps_order:
+        return x.new_empty(x.shape, dtype=dtype)
+    # A fake torch.empty_like loses the strides of dimensions of size 1, which the real one keeps.
+    return x.new_empty_strided(x.shape, compute_elementwise_output_strides(x), dtype=dtype)
+
+
+def fake(family: Family) -> Callable[..., Outputs]:
+    """NAME_forward without data."""
+
+    def implementation(*args: Any) -> Outputs:
+        a = family.Call(*args)
+        family.check(a)
+        x, of_rows, acc = a.input, family.statistics(a), acc_dtype(a.x_dtype)
+        return (
+            like(x, a.y_dtype, family.keeps_order or a.keeps_order),
+            *([] if a.residual is None else [x.new_empty(x.shape, dtype=a.residual.dtype)]),
+            x.new_empty((0,) if a.is_rms else of_rows, dtype=acc),
+            x.new_empty(of_rows, dtype=acc),
+        )
+
+    return implementation
+
+
+def fake_backward(operator: OpOverload, family: Family) -> Callable[..., Outputs]:
+    """A backward operator without data, whose arguments are not checked: compiled autograd traces
+    it with gradients of other shapes."""
+    Call = load.call_of(operator)
+
+    def implementation(*args: Any) -> Outputs:
+        b = complete(Call(*args))
+        in_order = family.keeps_order or b.keeps_order
+        given = {name: t for name in b.wanted if (t := getattr(b, name)) is not None}
+        found = {n: like(t, t.dtype, n == "x" and in_order) for n, t in given.items()}
+        return results(b, found)
+
+    return implementation
+
+
 # ---- Derivatives.
 
 
-class Forward(Function):
+class Forward(autograd.Function):
     """What NAME_forward gives."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, family: Family, *args: Any) -> Any:
-        with lower_levels():
-            found = redispatch(family.forward, keyset, *args)
+        with autograd.lower_levels():
+            found = autograd.redispatch(family.forward, keyset, *args)
         return Forward.save(ctx, family, args, found)
 
     @staticmethod
@@ -215,13 +242,10 @@ class Forward(Function):
                 found = load.gate_backward(dresidual, tensors["input"], tensors["gate"], *of_gate)
                 gradients |= zip(("input", "gate"), found, strict=True)
         else:
-            if flags.get("needs_dshift") and _is_gradient(dy, tensors["shift"], Call):
-                flags["needs_dshift"] = False
-                gradients["shift"] = dy
             given = {**ctx.others, **tensors, **flags, "dy": dy}
             if "dresidual" in Call._fields:
                 given["dresidual"] = dresidual
-            found = call_operator(ctx.operator, *Call(**given))
+            found = autograd.call_operator(ctx.operator, *Call(**given))
             of_flags = zip(flags.items(), found, strict=True)
             gradients |= {
                 name.removeprefix("needs_d"): gradient
@@ -254,24 +278,19 @@ def _unread(family: Family, a: Any, needs: Any) -> list[str]:
     return unread
 
 
-def _is_gradient(dy: Tensor, shift: Tensor, Call: Any) -> bool:
-    """Whether the gradient of shift is dy itself, as where each element of y has one of its own."""
-    return "activation" not in Call._fields and (shift.shape, shift.dtype) == (dy.shape, dy.dtype)
-
-
 def _autograd(family: Family, operator: OpOverload) -> Callable[..., Any]:
     def outputs(found: Any) -> Any:
         return family.without_statistics(found) if operator is family.plain else found
 
     def implementation(keyset: Any, *args: Any) -> Any:
         a = family.Call(*args)
-        if in_forward_mode():
+        if autograd.in_forward_mode():
             family.check(a)
             *rows, mean, rstd = family.formula(a)
             return outputs((*rows, mean.detach(), rstd.detach()))
-        if needs_grad(*tensors_of(a)):
-            return outputs(apply(Forward, keyset, family, *a))
-        return redispatch(operator, keyset, *args)
+        if autograd.needs_grad(*a):
+            return outputs(autograd.apply(Forward, keyset, family, *a))
+        return autograd.redispatch(operator, keyset, *args)
 
     return implementation
 
@@ -296,37 +315,33 @@ def implement(
     operator: OpOverload,
     implementation: Callable[..., Any],
     without_data: Callable[..., Any],
-    vmap: Callable[..., Any] | None,
+    vmap: Callable[..., Any],
 ) -> None:
     """Registers an operator's implementation for every device, one without data, and vmap."""
     fallback.implement(operator, implementation)
     torch.library.register_fake(operator, without_data)
-    if vmap is not None:
-        torch.library.register_vmap(operator, vmap)
+    torch.library.register_vmap(operator, vmap)
 
 
 def implement_backward(
-    operator: OpOverload, by_formula: Callable[..., Outputs], family: Family, **order: bool
+    operator: OpOverload, by_formula: Callable[..., Outputs], family: Family
 ) -> None:
-    """The same for a backward operator, and all else that its formula needs for vmap."""
+    """The same for a backward operator, and for its formula, which vmap calls."""
     GRADIENTS[operator] = by_formula
-    fake = fake_backward(operator, **order)
-    implement(operator, without_kernel(operator, **order), fake, None)
-    formula = getattr(load.operators, fallback.PREFIX + operator._opname).default
-    torch.library.register_vmap(operator, vmap_of(operator, formula, family))
-    torch.library.register_fake(formula, fake)
-    torch.library.register_vmap(formula, vmap_of(operator, formula, family, always=True))
-    differentiated = backward_autograd(formula, by_formula)
+    formula = fallback.implement(operator, without_kernel(operator, family))
+    for one in (operator, formula):
+        torch.library.register_fake(one, fake_backward(operator, family))
+        rule = vmap_of(operator, formula, family, always=one is formula)
+        torch.library.register_vmap(one, rule)
+    differentiated = autograd.backward_autograd(formula, by_formula)
     load.library.impl(formula._opname, differentiated, "Autograd", with_keyset=True)
 
 
 def implement_forward(family: Family) -> None:
     """The same for both forward operators of a family."""
     FAMILIES.append(family)
-    fakes, formulas_of = (
-        family.both(fake(family)),
-        family.both(lambda *args: family.formula(family.Call(*args))),
-    )
+    fakes = family.both(fake(family))
+    formulas_of = family.both(lambda *args: family.formula(family.Call(*args)))
     for operator, implementation in family.both(composite(family)).items():
         rule = vmap_of(operator, formulas_of[operator], family)
         implement(operator, implementation, fakes[operator], rule)
@@ -341,7 +356,7 @@ def register(beside_library: bool) -> None:
     prefix = "_differentiable_" if beside_library else ""
     of_family = [(one, operator) for one in FAMILIES for operator in (one.plain, one.forward)]
     implementations = {operator: _autograd(*one) for one in of_family for operator in one[1:]}
-    implementations |= {one: backward_autograd(one, GRADIENTS[one]) for one in GRADIENTS}
+    implementations |= {one: autograd.backward_autograd(one, GRADIENTS[one]) for one in GRADIENTS}
     implementations |= AUTOGRAD
     for operator, implementation in implementations.items():
         if prefix:

@@ -238,8 +238,7 @@ def complete(b: Any) -> Any:
 def missing_dtype(b: Any) -> torch.dtype:
     """The dtype of the gradient of a weight or bias that is not there."""
     given = [p.dtype for p in (b.weight, b.bias) if p is not None]
-    found: torch.dtype = given[0] if given and "normalized_ndim" in b._fields else b.x.dtype
-    return found
+    return given[0] if given and "normalized_ndim" in b._fields else b.x.dtype
 
 
 def results(b: Any, found: dict[str, Tensor]) -> tuple[Tensor, ...]:

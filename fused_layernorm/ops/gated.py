@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated RMSNorm, the operators rms_norm_gated, rms_norm_gated_forward and rms_norm_gated_backward:
-their Python half.
-
-Here is the formula in PyTorch's operators, which computes calls off CUDA and all derivatives.
-csrc/bindings/cuda has the operators on CUDA, csrc/per_torch autograd and autocast in C++;
-csrc/call/schemas.h says what they give.
-"""
+"""Gated RMSNorm: the formula of rms_norm_gated, rms_norm_gated_forward and its backward."""
 
 from __future__ import annotations
 
@@ -25,9 +19,6 @@ GatedArguments = load.call_of(load.operators.rms_norm_gated.default)
 _BackwardArguments = load.call_of(load.operators.rms_norm_gated_backward.default)
 for _call in (GatedArguments, _BackwardArguments):
     _call.statistic, _call.normalized_ndim = "rms", 1
-
-
-# ---- The computation in PyTorch's operators.
 
 
 def _groups(x: Tensor, group_size: int) -> Tensor:

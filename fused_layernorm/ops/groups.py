@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GroupNorm: the Python half of group_norm, group_norm_forward and group_norm_backward.
+"""GroupNorm: the formula of group_norm, group_norm_forward and group_norm_backward.
 
 input is (samples, channels, ...), and the channels of a sample form groups, each with a mean and a
-variance of its own. Here is the formula in PyTorch's operators, which computes calls off CUDA and
-all derivatives. csrc/bindings/cuda has the operators on CUDA, csrc/per_torch autograd and autocast
-in C++; csrc/call/schemas.h says what they give.
+variance of its own.
 """
 
 from __future__ import annotations
@@ -23,9 +21,6 @@ _aten = torch.ops.aten
 group_norm = load.operators.group_norm.default
 
 GroupArguments = load.call_of(group_norm)  # one call of group_norm
-
-
-# ---- The computation in PyTorch's operators.
 
 
 def _of_channels(parameter: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -86,4 +81,4 @@ FAMILY = Family(
 )
 implement_forward(FAMILY)
 _gradients = gradients(FAMILY.backward, lambda b, once: _of(b, b.x, once))
-implement_backward(FAMILY.backward, _gradients, FAMILY, keeps_order=True)
+implement_backward(FAMILY.backward, _gradients, FAMILY)

@@ -8,21 +8,24 @@ says what the operators give.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from . import arguments, load
-from .arguments import HALF, name_of
-from .autograd import derivatives, needs_grad
+from .arguments import name_of
+from .autograd import derivatives
 from .formulas import acc_dtype, affine, normalized, shifted, to, warn_of_cuda
 
 STATISTICS = (*arguments.STATISTICS, None)
 MOST_KERNEL_COLS = load.operators._limit("head_cols")
 
-
-HeadArguments = load.call_of(load.operators.qk_norm_rope.default)  # one call of qk_norm_rope
+_QK = load.operators.qk_norm_rope.default
+HeadArguments = load.call_of(_QK)  # one call of qk_norm_rope
+BackwardArguments: Any = load.call_of(load.operators.qk_norm_rope_backward.default)
 
 # Functions and no properties, which Dynamo of torch 2.10 does not read.
 
@@ -44,10 +47,6 @@ def has_kernel(x: Tensor, cos: Tensor | None) -> bool:
         and cols % 2 == 0
         and (cos is None or cos.dtype in (x.dtype, torch.float32))
     )
-
-
-def needs_grad_of_angles(a: Any) -> bool:
-    return needs_grad(a.cos, a.sin)
 
 
 # ---- The computation in PyTorch's operators.
@@ -133,43 +132,57 @@ def composite_forward(*args: Any) -> tuple[Tensor, Tensor]:
     return with_k(a, laid_out)
 
 
-BackwardArguments: Any = load.call_of(load.operators.qk_norm_rope_backward.default)
+# ---- Backward, of q and k or of the tensor (qkv) of which they are parts.
 
 
-def forward_of(b: Any) -> Any:
-    """The forward call of a backward one. The rounding of xhat counts as the identity."""
-    return HeadArguments(*b[2:15], False, *b[15:17])
-
-
-def results(b: Any, found: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """What qk_norm_rope_backward gives: gradients by name, and empty tensors for the others."""
-    names = ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias")
-    return tuple(
-        b.q.new_empty(0, dtype=b.q.dtype if (t := getattr(b, name)) is None else t.dtype)
-        if (gradient := found.get(name)) is None
-        else gradient
-        for name in names
-    )
+def of_forward(operator: OpOverload, b: Any) -> Any:
+    """The call of a forward operator whose backward call is b. The rounding of xhat counts as the
+    identity."""
+    Call = load.call_of(operator)
+    return Call(*(getattr(b, name, False) for name in Call._fields))
 
 
 def wanted(b: Any) -> list[str]:
-    """The names of the tensors whose gradients a backward call asks for."""
-    weights = ["q_weight", "k_weight"] * b.needs_dweight + ["q_bias", "k_bias"] * b.needs_dbias
-    return [name for name in ("q", "k", *weights) if getattr(b, name) is not None]
+    """The names of the tensors whose gradients a backward call asks for; of a result without a
+    gradient no parameter has one."""
+    sides = [side for side in "qk" if getattr(b, f"d{side}_out") is not None]
+    weights = [f"{side}_weight" for side in sides * b.needs_dweight]
+    biases = [f"{side}_bias" for side in sides * b.needs_dbias]
+    return [n for n in ("qkv", "q", "k", *weights, *biases) if getattr(b, n, None) is not None]
+
+
+def results(b: Any, found: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """What a backward operator gives: gradients by name, and empty tensors for the others."""
+    some: Tensor = next(dy for dy in b if dy is not None)
+
+    def empty(name: str) -> Tensor:
+        like = getattr(b, name)
+        return some.new_empty(0, dtype=some.dtype if like is None else like.dtype)
+
+    x, parameters = ("qkv", "q", "k"), ("q_weight", "k_weight", "q_bias", "k_bias")
+    names = (*(name for name in x if name in b._fields), *parameters)
+    return tuple(found[name] if name in found else empty(name) for name in names)
+
+
+def gradients(operator: OpOverload, formula: Callable[[Any], Any], b: Any) -> tuple[Tensor, ...]:
+    """What a backward operator gives, but for the order of memory, by PyTorch's derivative of a
+    formula of its forward operator's calls."""
+    a, names = of_forward(operator, b), wanted(b)
+    grads = [dy for name, dy in zip(b._fields[:3], b[:3], strict=True) if name[0] == "d"]
+
+    def function(*leaves: Tensor) -> list[Tensor]:
+        found = formula(a._replace(**dict(zip(names, leaves, strict=True))))
+        return [y for y, dy in zip(found, grads, strict=False) if dy is not None]
+
+    leaves = [getattr(a, name) for name in names]
+    found = derivatives(function, leaves, [dy for dy in grads if dy is not None])
+    named = zip(names, found, strict=True)
+    return results(b, {name: gradient for name, gradient in named if gradient is not None})
 
 
 def backward_by_formula(*args: Any) -> tuple[Tensor, ...]:
-    """What qk_norm_rope_backward gives, but for the order of memory: `formula` differentiated."""
-    b = BackwardArguments(*args)
-    a, names = forward_of(b), wanted(b)
-
-    def function(*leaves: Tensor) -> tuple[Tensor, ...]:
-        return formula(a._replace(**dict(zip(names, leaves, strict=True))))
-
-    grads = [dy for dy in (b.dq_out, b.dk_out) if dy is not None]
-    found = derivatives(function, [getattr(a, name) for name in names], grads)
-    named = zip(names, found, strict=True)
-    return results(b, {name: gradient for name, gradient in named if gradient is not None})
+    """What qk_norm_rope_backward gives, but for the order of memory."""
+    return gradients(_QK, formula, BackwardArguments(*args))
 
 
 def composite_backward(*args: Any) -> tuple[Tensor, ...]:
@@ -212,7 +225,7 @@ def check(a: Any) -> None:
             if parameter.shape != x.shape[3:]:
                 expected = f"of shape {[x.shape[3]]}, the size of a head"
                 raise arguments.shape_error(what, expected, parameter)
-            _check_device_and_dtype(what, parameter, q, a.q)
+            _check_beside(what, parameter, q, a.q)
         if a.weight_offset != 0 and a.statistic is not None and weight is None:
             raise ValueError(
                 f"expected a {prefix}weight beside weight_offset {a.weight_offset}, got none"
@@ -239,14 +252,12 @@ def _check_beside_q(a: Any, k: Tensor) -> None:
         )
 
 
-def _check_device_and_dtype(
-    name: str, tensor: Tensor, beside: str, q: Tensor, *, may_be_float32: bool = False
-) -> None:
-    arguments.check_device(name, tensor, beside, q)
-    wider = q.dtype in HALF or (may_be_float32 and q.dtype is torch.float64)
-    allowed = (q.dtype, torch.float32) if wider else (q.dtype,)
+def _check_beside(name: str, tensor: Tensor, q: str, of: Tensor, *others: torch.dtype) -> None:
+    """Raises unless a tensor goes with q, by device and dtype; it may also be of other dtypes."""
+    arguments.check_device(name, tensor, q, of)
+    allowed = [*dict.fromkeys((*arguments.beside(of.dtype), *others))]
     if tensor.dtype not in allowed:
-        raise arguments.dtype_error(name, tensor, allowed, beside, [q.dtype])
+        raise arguments.dtype_error(name, tensor, allowed, q, [of.dtype])
 
 
 def _check_angles(a: Any) -> None:
@@ -280,8 +291,7 @@ def _check_angles(a: Any) -> None:
                 f"batch {batch}{'' if batch == 1 else ' or 1'}, and n {rotary // 2} or {rotary}"
             )
             raise arguments.shape_error(name, expected, angles)
-        beside = "input" if a.k is None else "q"
-        _check_device_and_dtype(name, angles, beside, a.q, may_be_float32=True)
+        _check_beside(name, angles, "input" if a.k is None else "q", a.q, torch.float32)
     if cos.shape[-1] != sin.shape[-1] or cos.dtype != sin.dtype:
         raise RuntimeError(
             "expected cos and sin of one dtype and one last size, got "

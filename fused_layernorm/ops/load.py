@@ -33,7 +33,6 @@ except OSError as error:
 operators = getattr(torch.ops, NAMESPACE)
 
 layer_norm = operators.layer_norm.default
-layer_norm_forward = operators.layer_norm_forward.default
 layer_norm_backward = operators.layer_norm_backward.default
 ada_layer_norm_backward = operators.ada_layer_norm_backward.default
 add_ada_layer_norm_backward = operators.add_ada_layer_norm_backward.default
@@ -105,8 +104,7 @@ class Record:
     @property
     def x_dtype(self) -> torch.dtype:
         """The dtype of what is normalized: the residual stream's, where there is one."""
-        found: torch.dtype = self.input.dtype if self.residual is None else self.residual.dtype
-        return found
+        return self.input.dtype if self.residual is None else self.residual.dtype
 
     @property
     def y_dtype(self) -> torch.dtype:
@@ -114,8 +112,7 @@ class Record:
 
     @property
     def normalized_shape(self) -> torch.Size:
-        found: torch.Size = self.input.shape[self.input.dim() - self.normalized_ndim :]
-        return found
+        return self.input.shape[self.input.dim() - self.normalized_ndim :]
 
 
 def fields_of(operator: torch._ops.OpOverload) -> list[str]:

@@ -11,17 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from . import arguments, formulas, load
-from .autograd import in_forward_mode, needs_grad, redispatch
-from .family import (
-    AUTOGRAD,
-    GRADIENTS,
-    Family,
-    gradients,
-    implement_backward,
-    implement_forward,
-    tensors_of,
-)
+from . import arguments, autograd, formulas, load
+from .family import AUTOGRAD, GRADIENTS, Family, gradients, implement_backward, implement_forward
 from .operators import FORWARD
 
 _PLAIN, _MODULATED = load.layer_norm_backward, load.ada_layer_norm_backward
@@ -78,10 +69,9 @@ _operators_in_turn = _in_turn(_MODULATED, _GATE)
 
 
 def _autograd(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
-    if in_forward_mode() or needs_grad(*tensors_of(args)):
+    if autograd.in_forward_mode() or autograd.needs_grad(*args):
         return _operators_in_turn(*args)
-    found: tuple[Tensor, ...] = redispatch(_GATED, keyset, *args)
-    return found
+    return autograd.redispatch(_GATED, keyset, *args)
 
 
 AUTOGRAD[_GATED] = _autograd

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The RMSNorms over channels of other libraries: the sources that are known, and the forwards on
-the fused kernels that replace them.
+"""The forwards that replace those of the RMSNorms over channels of other libraries.
 
-As in rms.py, a class is known by the digest of its forward, a forward here rounds where its class
-rounds, and it returns None for what the kernels do not take (classes._or_stock). The result has
-the strides that elementwise operators give it, those of torch.empty_like(x), as with the class.
-With an activation behind the norm (neighbours.py) all is rounded once.
-(The LayerNorms over channels stand in table.py.)
+As in rms.py, a forward rounds where its class rounds, and returns None for what the kernels do not
+take. The result has the strides that elementwise operators give it, those of torch.empty_like(x),
+as with the class. With an activation behind the norm (neighbours.py) all is rounded once.
 """
 
 from __future__ import annotations

@@ -343,13 +343,12 @@ def is_derived_from_swapped(module: nn.Module) -> bool:
 
 OURS = (FusedLayerNorm, FusedRMSNorm, FusedGroupNorm, FusedAdaLayerNorm)
 # What a swap makes of PyTorch's classes: each sees by itself whether PyTorch's forward is its own.
-PLAIN: dict[type[nn.Module], tuple[type[nn.Module], str, Any]] = {
-    stock.LayerNorm: (FusedLayerNorm, "layer", stock.LAYER_NORM_FORWARD),
-    stock.RMSNorm: (FusedRMSNorm, "rms", stock.RMS_NORM_FORWARD),
-    stock.GroupNorm: (FusedGroupNorm, "group", stock.GROUP_NORM_FORWARD),
-}
-_KINDS = {cls: kind for cls, (_, kind, _) in PLAIN.items()}
-_KINDS |= dict.fromkeys(stock.InstanceNorms, "group")
+PLAIN: dict[type[nn.Module], type[nn.Module]] = {
+    stock.LayerNorm: FusedLayerNorm, stock.RMSNorm: FusedRMSNorm, stock.GroupNorm: FusedGroupNorm
+}  # fmt: skip
+# The kinds of norms of PyTorch's classes.
+KINDS: dict[type[nn.Module], str] = {stock.LayerNorm: "layer", stock.RMSNorm: "rms"}
+KINDS |= dict.fromkeys((stock.GroupNorm, *stock.InstanceNorms), "group")
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -364,7 +363,7 @@ def is_fused(module: nn.Module) -> bool:
         return is_as_read(cls)
     if not issubclass(cls, OURS):  # that of the module may have changed, in another thread
         return False
-    return "_is_swapped" not in module.__dict__ or cls._stock.forward is PLAIN[cls._stock][2]
+    return "_is_swapped" not in module.__dict__ or cls._stock.forward is stock.FORWARDS[cls._stock]
 
 
 def forward_of(cls: Any) -> Forward | None:
@@ -378,4 +377,4 @@ def kind_of(cls: Any) -> str:
     known: Known | None = getattr(cls, "_known", None)
     if known is not None:
         return known.kind
-    return next((kind for base, kind in _KINDS.items() if issubclass(cls, base)), "")
+    return next((kind for base, kind in KINDS.items() if issubclass(cls, base)), "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forwards, on the fused kernels, that replace those of the classes in table.py.
+"""The forwards that replace those of LayerNorms of other libraries.
 
 Most say what the classes differ in, as arguments of `_norm`. The others are written as methods of
 the swapped class, with the parameters of the forward that they replace, of which the first may have
@@ -123,8 +123,6 @@ def _in_promoted_dtype(
     dim = _last(x) if dim is None else dim
     return layer_norm(*matched(x, weight, bias), eps, out_dtype=dtype, dim=dim)
 
-
-# ---- The forwards.
 
 _CHANNELS, _CHANNELS_1D = (0, 2, 3, 1), (0, 2, 1)
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The group and instance norms of PyTorch and of other libraries: the sources that are known, and
-the forwards on the fused kernels that replace them; and the activations that the kernels apply.
+"""The forwards that replace those of the group and instance norms of PyTorch and of other
+libraries; and the activations that the kernels apply.
 
-As in forwards.py, a forward returns None for what the class's own forward serves
-(classes._or_stock). The result has the strides of the stock one: PyTorch's group_norm reads and
-writes contiguous and channels_last tensors, its instance_norm contiguous ones.
+The result has the strides of the stock one: PyTorch's group_norm reads and writes contiguous and
+channels_last tensors, its instance_norm contiguous ones.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..functional import ada_layer_norm, layer_norm
 from ..modules import FusedLayerNorm
 from ..ops.arguments import HALF, broadcasts
-from ..stock import LAYER_NORM_FORWARD, LayerNorm, are_supported
+from ..stock import FORWARDS, LayerNorm, are_supported
 from . import source
 from .classes import forward_of, is_as_read, must_be_called
 from .forwards import float32, matched, of_layer_norm, parameter
@@ -33,7 +33,7 @@ def _need_not_be_called(norm: Any) -> bool:
     if cls.forward is FusedLayerNorm.forward:
         if norm.activation is not None or norm.scale != 1.0 or norm.out_dtype is not None:
             return False
-        if norm._is_swapped and LayerNorm.forward is not LAYER_NORM_FORWARD:
+        if norm._is_swapped and LayerNorm.forward is not FORWARDS[LayerNorm]:
             return False
     elif not (forward_of(cls) in (float32, of_layer_norm) and is_as_read(cls)):
         return False
@@ -83,9 +83,6 @@ def _modulated(
     wide = torch.float32 if x.dtype in HALF else x.dtype
     shift, scale = (m if m is None or m.dtype == x.dtype else m.to(wide) for m in (shift, scale))
     return ada_layer_norm(x, shift, scale, weight, bias, eps, out_dtype=out_dtype, **options)
-
-
-# ---- The forwards.
 
 
 def derived(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -154,14 +154,14 @@ _PAIRS = (  # an elementwise operation changes places with movedim
     Template("ACT(NORM(X) * (1 + SCALE) + SHIFT)", "self._modulated(ACT, NORM, X, SCALE, SHIFT)"),
 )
 _OF_NORMS = Template("NORM(*X)"), Template("NORM(*X).movedim(-1, 1)")
-_OF_ACTIVATION, _OF_MODULATION = Template("ACT(NAME)"), Template("NAME * (1 + SCALE) + SHIFT")
+_OF_ACTIVATION = Template("ACT(NAME)")
 
 
-def _is(statement: Any, name: str, *templates: Template) -> bool:
+def _is(statement: Any, name: str | None, *templates: Template) -> bool:
     """Whether a statement gives the name a value of one of these; NAME is the name itself."""
     found = (one.match(getattr(statement, "value", None), _RULES) for one in templates)
-    names = (bound.get("NAME", ast.Name(name)).id for bound in found if bound is not None)
-    return target_of(statement) == name and name in names
+    names = (getattr(bound.get("NAME"), "id", name) for bound in found if bound is not None)
+    return name is not None and target_of(statement) == name and name in names
 
 
 class _Activations(rewrite.Rewriter):
@@ -207,34 +207,20 @@ def _inlined(first: Any, following: list[Any]) -> Any:
 
 
 def _push(statements: list[Any], i: int) -> None:
-    """Moves the activation at i into the branches of the `if` before it, where a norm waits,
+    """Moves the activation at i into the branches of the `if` before it, where a norm may wait,
     and with it a norm that stands before a condition of plain names."""
     name, before = target_of(statements[i]), statements[i - 1]
-    if name is None or not _is(statements[i], name, _OF_ACTIVATION):
+    if not isinstance(before, ast.If) or not _is(statements[i], name, _OF_ACTIVATION):
         return
-    if not isinstance(before, ast.If):
-        return
-    moved = []
-    if not (_ends_in_norm(before.body, name) or _ends_in_norm(before.orelse, name)):
-        moved = statements[i - 2 : i - 1] if i > 1 else []
-        if not moved or not _is(moved[0], name, *_OF_NORMS) or not _is_plain(before.test, name):
-            return
-    act = statements.pop(i)
-    del statements[i - 1 - len(moved) : i - 1]
+    norm = statements[i - 2 : i - 1] if i > 1 else []
+    moves = norm and _is(norm[0], name, *_OF_NORMS) and _is_plain(before.test, name)
+    act, norm = statements.pop(i), norm if moves else []
+    del statements[i - 1 - len(norm) : i - 1]
     for field in ("body", "orelse"):
-        setattr(before, field, copy.deepcopy([*moved, *getattr(before, field), act]))
+        setattr(before, field, copy.deepcopy([*norm, *getattr(before, field), act]))
 
 
-def _ends_in_norm(branch: list[Any], name: str) -> bool:
-    *before, last = branch or [None]
-    if isinstance(last, ast.If):
-        return _ends_in_norm(last.body, name) or _ends_in_norm(last.orelse, name)
-    if before and _is(last, name, _OF_MODULATION):
-        last = before[-1]
-    return _is(last, name, *_OF_NORMS)
-
-
-def _is_plain(test: ast.expr, name: str) -> bool:
+def _is_plain(test: ast.expr, name: str | None) -> bool:
     """Whether it makes no difference if the condition is asked before the norm is called."""
     plain = (ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.Is, ast.IsNot, ast.Load)
     return all(

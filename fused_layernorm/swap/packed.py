@@ -101,15 +101,12 @@ def _norm_of(module: Any, x: Any) -> tuple[Any, Any, float, str] | None:
     if not (is_layer or forward is rms.timm) or not has_kernels(x) or must_be_called(module):
         return None
     weight, bias = module.weight, getattr(module, "bias", None)
-    if (
-        getattr(module, "_fast_norm", False)
-        or not is_fused(module)
-        or type(module.eps) is not float
-    ):
-        return None
     given = [p.dtype for p in (weight, bias) if p is not None]
     fits = (
-        x.dim() == 4
+        not getattr(module, "_fast_norm", False)
+        and is_fused(module)
+        and type(module.eps) is float
+        and x.dim() == 4
         and are_supported(x, weight, bias)
         and tuple(module.normalized_shape) == x.shape[3:]
         and x.dtype in (torch.float32, *HALF)
@@ -124,9 +121,8 @@ _LAYER_NORMS = (forwards.timm_last_dims, forwards.last_dims, forwards.of_layer_n
 
 def has_norms(module: nn.Module, planned: Any) -> bool:
     """Whether the module's norms of heads are, or will be, fused."""
-    norms = [one for name, one in module._modules.items() if name in ("q_norm", "k_norm")]
-    return len(norms) == 2 and all(one is not None and (one in planned or is_fused(one))
-                                   for one in norms)  # fmt: skip
+    norms = [module._modules.get(name) for name in ("q_norm", "k_norm")]
+    return all(one is not None and (one in planned or is_fused(one)) for one in norms)
 
 
 def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
@@ -139,19 +135,16 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
 
 _NORMS = Template("(self.q_norm(Q), self.k_norm(K))", "self._normalized(Q, K)")
 _CALL = Template("self._normalized(Q, K)")
-_CALL_OF_ALL = Template("self._normalized(Q, K, V, WHOLE)")
 
 
 def _remake(made: source.Decorated) -> Any:
-    tree = rewrite.Rewriter({}, _NORMS).visit(made.tree)
-    in_order = add_v(tree, lambda value: _CALL.match(value, {}) is not None)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    named = [node for node in calls if getattr(node.func, "attr", "") == "_normalized"]
-    if len(named) != 1 or _CALL_OF_ALL.match(named[0], {}) is None:
+    rewriter = rewrite.Rewriter({}, _NORMS)
+    tree = rewriter.visit(made.tree)
+    in_order = add_v(tree, _CALL)
+    if len(rewriter.found) != 1 or in_order is None:
         return None
-    return source.rebuilt(made, tree), (), {
-        "_normalized": _normalized, "_in_order": in_order,
-    }  # fmt: skip
+    members = {"_normalized": _normalized, "_in_order": in_order}
+    return source.rebuilt(made, tree), (), members
 
 
 # ---- Sources.
@@ -160,32 +153,27 @@ def _remake(made: source.Decorated) -> Any:
 def _root(value: Any) -> tuple[str | None, bool]:
     """The name of which an expression is a view, and whether it is all of it."""
     is_whole = True
-    while not isinstance(value, ast.Name):
-        if isinstance(value, ast.Subscript):
-            value, is_whole = value.value, False
-        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-            if value.func.attr not in _VIEWS:
+    while True:
+        match value:
+            case ast.Name(id=name):
+                return name, is_whole
+            case ast.Subscript(value=value):
+                is_whole = False
+            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in _VIEWS:
+                is_whole = is_whole and name not in _PARTS
+            case _:
                 return None, False
-            is_whole = is_whole and value.func.attr not in _PARTS
-            value = value.func.value
-        else:
-            return None, False
-    return value.id, is_whole
 
 
-def _writes(forward: ast.FunctionDef) -> bool:
-    """Whether a forward may write into a tensor."""
-    for node in ast.walk(forward):
-        stores = isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(
-            node.ctx, ast.Load
-        )
-        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        name = node.func.attr if is_method else ""  # type: ignore[attr-defined]
-        is_out = isinstance(node, ast.keyword) and node.arg in ("out", "inplace")
-        if stores or is_out or isinstance(node, ast.AugAssign):
+def _writes(node: ast.AST) -> bool:
+    """Whether one of a forward's nodes may write into a tensor."""
+    match node:
+        case ast.AugAssign() | ast.keyword(arg="out" | "inplace"):
             return True
-        if name.endswith("_") and not name.endswith("__"):
-            return True
+        case ast.Subscript(ctx=ctx) | ast.Attribute(ctx=ctx):
+            return not isinstance(ctx, ast.Load)
+        case ast.Call(func=ast.Attribute(attr=name)):
+            return name.endswith("_") and not name.endswith("__")
     return False
 
 
@@ -220,33 +208,34 @@ def _views(statement: ast.Assign, views: dict[str, _View]) -> dict[str, _View]:
     return dict.fromkeys(names, _View(root))
 
 
-def add_v(forward: ast.FunctionDef, is_call: Any) -> bool:
+def add_v(forward: ast.FunctionDef, call: Template) -> bool | None:
     """`q, k = call(...)` becomes `q, k, v = call(..., v, whole)`, where q and k, and one name more,
-    are views of one tensor that has a name, and is_call says that this is the call. Whether they
-    are its parts in this order."""
+    are views of one tensor that has a name. Whether they are its parts in this order; None where
+    nothing is changed."""
     views: dict[str, _View] = {}
     for i, statement in enumerate(forward.body):
         stored = {n.id for n in ast.walk(statement)
                   if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}  # fmt: skip
         found: dict[str, _View] = {}
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            if is_call(statement.value):
-                return not _writes(forward) and _add(statement, forward.body[i + 1 :], views)
+            if call.match(statement.value, {}) is not None:
+                writes = any(map(_writes, ast.walk(forward)))
+                return None if writes else _add(statement, forward.body[i + 1 :], views)
             found = _views(statement, views)
         views = {n: v for n, v in views.items() if not {n, v.whole} & stored}
         views |= {n: v for n, v in found.items() if v.whole not in stored}
-    return False
+    return None
 
 
-def _add(call: Any, following: list[ast.stmt], views: dict[str, _View]) -> bool:
+def _add(call: Any, following: list[ast.stmt], views: dict[str, _View]) -> bool | None:
     pair = _names(call.targets[0])
     if len(pair) != 2 or not {*pair} <= {*views}:
-        return False
+        return None
     q, k = (views[name] for name in pair)
     later = {n.id for one in following for n in ast.walk(one) if isinstance(n, ast.Name)}
     others = [n for n, v in views.items() if v.whole == q.whole and n not in pair and n in later]
     if q.whole != k.whole or len(others) != 1:
-        return False
+        return None
     call.targets[0].elts.append(ast.Name(others[0], ast.Store()))
     call.value.args += [ast.Name(others[0], ast.Load()), ast.Name(q.whole, ast.Load())]
     ends = [(q.last, k.first), (k.last, views[others[0]].first)]

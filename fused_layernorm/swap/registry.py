@@ -2,8 +2,8 @@
 """What a module is: the one place that says so, for the swaps of norms and for is_fused.
 
 A class is known by itself (nn.LayerNorm, and what register_swap was told of), by its name and the
-source of its forward, or by that source alone, wherever the class stands. The rows are in table.py;
-a new kind of norm adds its rows there, and its class of PyTorch to `_OF_PYTORCH`.
+source of its forward, or by that source alone, wherever the class stands (known.txt). A new kind of
+norm adds its rows there, and its class of PyTorch to `_OF_PYTORCH`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,10 @@ from .classes import REGISTERED, Forward, Known, kind_of, plain_class
 from .classes import is_fused as is_fused  # the package takes it from here
 from .source import Part, Source
 
-# The classes of PyTorch, and their forwards at the import.
-_OF_PYTORCH: dict[type[nn.Module], tuple[Known, Any]] = {
-    **{cls: (Known(kind, fused.forward), own) for cls, (fused, kind, own) in classes.PLAIN.items()},
-    **{
-        cls: (Known("group", groups.instance_norm), stock.own_forward(cls))
-        for cls in stock.InstanceNorms
-    },
+# The classes of PyTorch, whose forwards are stock.FORWARDS.
+_OF_PYTORCH: dict[type[nn.Module], Known] = {
+    **{cls: Known(classes.KINDS[cls], fused.forward) for cls, fused in classes.PLAIN.items()},
+    **dict.fromkeys(stock.InstanceNorms, Known("group", groups.instance_norm)),
 }
 # What computes what PyTorch's class does, for a subclass of it that a predicate accepts.
 _AS_PYTORCH: dict[type[nn.Module], Known] = {
@@ -73,10 +70,10 @@ def find(module: nn.Module, read: Read = source.read) -> Found | None:
             return Found(kind, reason="its forward was replaced since it was registered")
         return Found(kind, make=make, parts=(Part(cls, "forward", forward),))
     if cls in _OF_PYTORCH:
-        kind = _OF_PYTORCH[cls][0].kind
+        kind = _OF_PYTORCH[cls].kind
         if issubclass(cls, stock.InstanceNorms) and groups.has_running_statistics(module):
             return Found(kind, reason="it has running statistics")
-        if cls.forward is not _OF_PYTORCH[cls][1]:
+        if cls.forward is not stock.FORWARDS[cls]:
             return Found(kind, reason="its forward was replaced")
     if by_class is None and not isinstance(module, tuple(_OF_PYTORCH)):  # its source alone counts
         children = {name for name, _ in module.named_children()} - {"parametrizations"}
@@ -98,8 +95,7 @@ def _name(cls: type) -> tuple[str, str]:
 def _read(cls: type[nn.Module], read: Read) -> tuple[Known | None, tuple[Part, ...]]:
     """What the source of a class's forward says that it is, and what was read."""
     if cls in _OF_PYTORCH:
-        known, forward = _OF_PYTORCH[cls]
-        return known, (Part(cls, "forward", forward),)
+        return _OF_PYTORCH[cls], (Part(cls, "forward", stock.FORWARDS[cls]),)
     found = read(cls)
     if found is None:
         return None, ()

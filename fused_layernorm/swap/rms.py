@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The RMSNorm classes of other libraries: the sources that are known, and the forwards on the fused
-kernels that replace them.
+"""The forwards that replace those of the RMSNorm classes of other libraries.
 
-Libraries write the same RMSNorm many times over, so a class is known by the digest of its forward
-and of what that calls (source.digest), wherever it stands. A forward here keeps the order of
-casts and the result's dtype of the one that it replaces. It gives the result's dtype to the
-operator, because autocast touches none of the operators that these classes round with. The result
-lies in memory in the order of x, as elementwise operators leave it. A forward returns None for what
-the kernels do not take, and for every call on a device that has no kernels: then the class's own
-forward runs (classes._or_stock).
+A forward keeps the order of casts and the result's dtype of the one that it replaces. It gives the
+result's dtype to the operator, because autocast touches none of the operators that these classes
+round with. The result lies in memory in the order of x, as elementwise operators leave it. A
+forward returns None for what the kernels do not take, and for every call on a device that has no
+kernels.
 """
 
 from __future__ import annotations
@@ -78,16 +75,10 @@ def normalized(
         options: Any = {**variant._asdict(), "out_dtype": out_dtype, "group_size": size}
         return _permuted_back(rms_norm(rows, weight, eps, **options), order)
     a = describe(
-        rows,
-        weight=weight,
-        eps=eps,
-        activation=activation,
-        out_dtype=out_dtype,
-        statistic="rms",
-        weight_offset=variant.weight_offset,
-        round_before_weight=variant.round_before_weight,
+        rows, weight=weight, eps=eps, activation=activation, out_dtype=out_dtype, statistic="rms",
+        weight_offset=variant.weight_offset, round_before_weight=variant.round_before_weight,
         keeps_order=keeps_order and order is None and not x.is_contiguous(),
-    )
+    )  # fmt: skip
     return _permuted_back(calls.run(a), order)
 
 

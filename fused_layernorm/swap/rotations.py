@@ -224,10 +224,9 @@ def _remake(made: source.Decorated) -> Any:
     norms = _ends_in_norms(made.tree)
     rewriter = rewrite.Rewriter(_HEADS, _ROTATION, *([_NORM_OF_HEADS] if norms else []))
     tree = rewriter.visit(made.tree)
-    in_order = packed.add_v(tree, lambda value: _ROTATED.match(value, {}) is not None)
+    in_order = bool(packed.add_v(tree, _ROTATED))
     if sum("COS" in bound for bound in rewriter.found) != 1:
         return f"its forward does not call {FUNCTION}(q, k, cos, sin) once"
-    members = {"_norms": norms, "_rotated": _rotated, "_rotation": rotation}
-    members["_in_order"] = in_order
-    members["_function"] = staticmethod(function.parts[0].function)
+    members: dict[str, Any] = {"_norms": norms, "_rotated": _rotated, "_rotation": rotation}
+    members |= {"_in_order": in_order, "_function": staticmethod(function.parts[0].function)}
     return source.rebuilt(made, tree), function.parts, members

@@ -21,15 +21,13 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..stock import GROUP_NORM_FORWARD, LAYER_NORM_FORWARD, RMS_NORM_FORWARD, GroupNorm, LayerNorm
+from ..stock import FORWARDS, GroupNorm, LayerNorm, RMSNorm
 
 # The digests of classes that have the forward of a class of PyTorch.
 _INHERITED: dict[Any, str] = {
-    LAYER_NORM_FORWARD: "nn.LayerNorm.forward",
-    RMS_NORM_FORWARD: "nn.RMSNorm.forward",
-    GROUP_NORM_FORWARD: "nn.GroupNorm.forward",
+    FORWARDS[cls]: f"nn.{cls.__name__}.forward" for cls in (LayerNorm, RMSNorm, GroupNorm)
 }
-_BASES = {LayerNorm: LAYER_NORM_FORWARD, GroupNorm: GROUP_NORM_FORWARD}  # that super() may be
+_BASES = (LayerNorm, GroupNorm)  # that super() may be
 
 Trees = list[ast.FunctionDef]
 
@@ -97,7 +95,7 @@ def read(cls: type) -> Source | None:
         base: Any = owners[1] if owners[1:] else None
         if base not in _BASES:
             return None
-        parts.append(Part(base, "forward", _BASES[base]))
+        parts.append(Part(base, "forward", FORWARDS[base]))
     return Source(digest_of_trees(tree, called), (*parts,))
 
 

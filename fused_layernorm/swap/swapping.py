@@ -201,8 +201,8 @@ def _norm(
     elif known.forward is FusedRMSNorm.forward and hasattr(module, "bias"):
         return "it has a bias, of which nn.RMSNorm does not know"
     cls = classes.swapped_from(module) or plain_class(module)
-    if cls in classes.PLAIN and known.forward is classes.PLAIN[cls][0].forward:
-        return _Given(classes.PLAIN[cls][0])
+    if cls in classes.PLAIN and known.forward is classes.PLAIN[cls].forward:
+        return _Given(classes.PLAIN[cls])
     try:
         return _Given(registry.class_of(cls, known, found.parts, found.own), found.own)
     except source.Unreadable as error:
