@@ -212,13 +212,6 @@ def test_compare_flags_what_is_slower(old_us, new_us, slower, said, on_cpu):
     assert compare.compare(JOBS, sides, -1)["left_out"] == [job.name for job in JOBS]
 
 
-def test_compare_shows_the_worst_first(on_cpu):
-    made = compare.compare(JOBS, [FakeSide("old", 100.0), FakeSide("new", 10.0, grows=True)], 60)
-    assert [row["ratio"] for row in made["rows"]] == [0.3, 0.2, 0.1]
-    _, worst, end, *_ = compare.text(made, 1).splitlines()
-    assert (worst.split()[:2], end) == (["backward", "8x8"], "")
-
-
 class CalledGraph:
     """timing.Graph without a GPU: the calls' outputs, and their number as the time."""
 
@@ -304,67 +297,6 @@ def model_of(build, package="torch", **more):
     return networks.Model(package, build, (4, "rows"), **more)
 
 
-def test_models_variants_are_what_they_say(monkeypatch):
-    """What Liger changes in the module of a model's class holds in its own steps alone."""
-    from fused_layernorm import FusedLayerNorm
-
-    model, _, _ = tiny_model()
-    model._keep_in_fp32_modules = ["1"]
-    of_class = vars(sys.modules[type(model).__module__])
-    stock, kernels = of_class["OrderedDict"], type(sys)("liger_kernel.transformers")
-
-    def apply(model, **parts):
-        assert parts == {"rms_norm": False, "rope": False}
-        of_class["OrderedDict"] = "patched"
-
-    kernels.__dict__["_apply_liger_kernel_to_instance"] = apply
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", kernels)
-    swapped, around = models.prepared(model, "liger_rest_swap")
-    assert of_class["OrderedDict"] is stock
-    with around():
-        assert of_class["OrderedDict"] == "patched"
-    assert of_class["OrderedDict"] is stock
-    eager, _ = models.prepared(model, "eager")
-    assert [type(one[1]) for one in (swapped, eager)] == [FusedLayerNorm, torch.nn.LayerNorm]  # type: ignore[index]
-    model[0].register_buffer("row", torch.zeros(2, 8)[0])
-    halves = models.halved(model, torch.float16).state_dict().values()
-    assert [tensor.dtype for tensor in halves] == [torch.float16] * 3 + [torch.float32] * 2
-    assert model[0].row._base is None, "its base would have another dtype, which Dynamo refuses"
-
-
-def test_layers_are_what_a_model_repeats():
-    layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    layers = torch.nn.ModuleList([layer, torch.nn.Sequential(*layer)])
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), layers, torch.nn.LayerNorm(4))
-    assert models.layers_of(model) == [*layers]
-    assert models.layers_of(torch.nn.Sequential(*[torch.nn.Linear(4, 4)] * 2)) == []
-    models.compile_layers(model)
-    assert [one._compiled_call_impl is None for one in (layers[0], layers[1], model)] == [
-        False, False, True]  # fmt: skip
-
-
-SEEN = {"2/3": (32, 64, 32, 64, 64), "2/11": (512, 128, 17, 17), "2/17": (128, 128, 126, 126),
-        "2/19": (128, 64, 258, 258), "2/21": (128, 32, 254, 254), "2/23": (128, 24, 22, 30, 30),
-        "2/27": (1024, 16, 13, 29, 29), "2/28": (1024, 1, 1, 8192), "2/30": (1024, 8192),
-        "2/37": (32768, 4096), "2/60": (128, 16, 31, 63, 63), "2/61": (16, 128, 34, 34, 34),
-        "2/79": (128, 16, 14, 30, 30), "2/83": (128, 16, 14, 62, 62),
-        "2/85": (128, 64, 126, 126)}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", kernelbench.PROBLEMS)
-def test_kernelbench_norms_see_the_shapes_of_its_problems(name):
-    shape, make = kernelbench.PROBLEMS[name]
-    seen = []
-    with torch.device("meta"), torch.no_grad():
-        chain = kernelbench.Chain(*make())
-        for module in chain.modules():
-            if "Norm" in type(module).__name__:
-                module.register_forward_pre_hook(lambda _, x: seen.append(tuple(x[0].shape)))
-        chain(torch.empty(shape))
-    assert (len(seen) > 0) == (name != "1/36")
-    assert seen[:1] == [SEEN.get(name, *seen[:1])] or not seen
-
-
 def test_kernelbench_names_what_is_slower(on_cpu, monkeypatch):
     make = lambda: [torch.nn.Linear(8, 8), torch.nn.GroupNorm(2, 8)]  # noqa: E731
     monkeypatch.setitem(kernelbench.PROBLEMS, "0/0", ((4, 8), make))
@@ -447,9 +379,3 @@ def test_diffusion_models_train_and_infer(name, on_cpu, monkeypatch):
     for row in part["rows"]:
         assert (row["device_ms"], row["layer_norm_ms"], row["kernels"]) == (0.037, 0.03, 5)
         assert 0 < row["wall_best_ms"] <= row["wall_ms"]
-
-
-def test_the_first_words_of_a_model_select_it_alone():
-    """Each is given to a process of its own by what stands before its comma."""
-    for name in networks.MODELS:
-        assert [*models.select(name.split(",")[0])] == [name]

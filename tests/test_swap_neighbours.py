@@ -203,15 +203,6 @@ def test_what_a_call_must_see(device, fused, monkeypatch):
     assert fused == 2 * ["silu"]
 
 
-def test_a_forward_that_is_replaced_later_runs(device, monkeypatch):
-    stock, inputs = block(device)
-    new = beside(stock)
-    monkeypatch.setattr(type(stock), "forward", lambda self, *args: "replaced")
-    assert new(*inputs) == "replaced"
-    assert not is_fused(new)
-    assert not is_fused(beside(stock))
-
-
 def test_a_forward_that_cannot_be_made_anew_is_named(caplog):
     outside = 1
 
