@@ -3,7 +3,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,10 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("no benchmarks beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-import libraries  # noqa: E402
 
 from benchmarks import (  # noqa: E402  # noqa: E402
     compare,
     families,
-    kernelbench,
-    models,
-    networks,
     ours,
     overhead,
     providers,
@@ -113,28 +108,6 @@ def test_all_providers_compute_the_same(text, on_cpu, monkeypatch):
         assert [one.shape for one in outputs] == [want.shape for want in expected], name
         assert (dtypes := dtypes or [one.dtype for one in outputs]) == [o.dtype for o in outputs]
         assert tune.error(second(), expected) > 1e-2, "the inputs are not distinct"
-
-
-def test_peers_that_are_missing_or_broken_are_named(monkeypatch):
-    """And a peer computes the families that it has."""
-    norm = families.FAMILIES["rms_"]
-    known = {"llama": providers.PEERS["llama"],
-             "gone": providers.Peer("no_such_module", "no-such-package", {}),
-             "broken": providers.Peer("torch.no_such_part", "torch", {})}  # fmt: skip
-    monkeypatch.setattr(providers, "PEERS", known)
-    monkeypatch.setattr(providers, "PROVIDERS", dict.fromkeys(["ours", *known]))
-    names, (gone, broken) = providers.available()
-    assert names == ["ours", "llama"]
-    assert gone == "gone: no-such-package is not installed"
-    assert broken.startswith("broken: torch does not import: No module named 'torch.no_such")
-    only = providers.Peer("torch", "torch", {norm.name: lambda t: t["x"]})
-    case = parse_case("6x20 float32 rms_forward")
-    one = {"x": torch.ones(6, 20)}
-    assert only.calls(case, [one])[0]() is one["x"]  # type: ignore[index]
-    assert only.calls(parse_case("6x20 float32 forward"), [one]) is None
-    assert only.calls(replace(case, out_dtype="float16"), [one]) is None
-    backward = parse_case("6x20 float32 rms_backward")
-    assert only._replace(differentiable=False).calls(backward, [one]) is None
 
 
 def test_csrc_sha256_with_and_without_git(tmp_path):
@@ -287,29 +260,6 @@ def test_overhead_measures_steps_and_device_times(on_cpu, monkeypatch):
     assert "tiny 2x3x8" in overhead.steps_text(steps)
 
 
-def tiny_model():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
-    return model, {"input": torch.randn(4, 8)}, lambda output: output.float().square().mean()
-
-
-def model_of(build, package="torch", **more):
-    return networks.Model(package, build, (4, "rows"), **more)
-
-
-def test_kernelbench_names_what_is_slower(on_cpu, monkeypatch):
-    make = lambda: [torch.nn.Linear(8, 8), torch.nn.GroupNorm(2, 8)]  # noqa: E731
-    monkeypatch.setitem(kernelbench.PROBLEMS, "0/0", ((4, 8), make))
-    monkeypatch.setattr(torch, "compile", lambda model: model)
-    row = kernelbench.measure("0/0", rounds=2)
-    assert max(row[f"{variant}_error"] for variant in kernelbench.VARIANTS) < 1e-5
-    assert 0 < row["swapped_best_ms"] <= row["swapped_ms"]
-    row |= {"eager_ms": 1.0, "swapped_ms": 1.01, "compiled_ms": 2.0, "swapped_compiled_ms": 3.0}
-    said = kernelbench.text([row, {**row, "problem": "0/1", "swapped_compiled_ms": 1.0}])
-    assert [line.split()[0] for line in said.splitlines()[1:3]] == ["0/0", "0/1"]
-    assert said.count("SLOWER") == 1
-
-
 TURN = """
 import sys, time
 from pathlib import Path
@@ -341,41 +291,3 @@ def test_turns(tmp_path, monkeypatch):
     assert turns.run("a_turn", calls, 1, -1.0) == 2 * ["no time"]
     log.unlink()
     assert turns.run("a_turn", calls[:1], 1, 0.5) == ["no time: it was killed"]  # waits for another
-
-
-DIFFUSION = {
-    "dit": lambda: networks.dit(layers=2, heads=2, batch=2, side=4),
-    "sd3": lambda: networks.sd3(layers=2, heads=2, batch=2, side=4, words=3, text=8),
-    "flux": lambda: networks.flux(layers=1, single_layers=1, heads=1, side=2, words=3, text=8),
-    "wan": lambda: networks.wan(layers=2, heads=1, hidden=16, frames=2, height=4, width=4,
-                                words=3, text=8),
-    "vae": lambda: networks.vae(True, 16, (8, 8), 4),
-    "vae_encoding": lambda: networks.vae(False, 16, (8, 8), 4),
-    "sdxl": lambda: networks.sdxl(side=16, words=3, text=8, pooled=8, ids=8, widths=(8, 8, 8),
-                                  layers=(1, 1, 1), heads=(1, 2, 2), groups=4),
-    "nnunet": lambda: networks.nnunet(1, 8, (4, 4)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DIFFUSION)
-def test_diffusion_models_train_and_infer(name, on_cpu, monkeypatch):
-    """Twice built from one seed they give one loss; fused, the same but for rounding."""
-    libraries.get("diffusers")
-
-    def broken():
-        raise ValueError("no such size")
-
-    names = (("vectorized_layer_norm_kernel", 30.0, 2), ("gemm", 7.0, 3))
-    kernels = [timing.Kernel(*one) for one in names]
-    monkeypatch.setattr(timing, "kernels_of", lambda call: kernels)
-    chosen = {"tiny": model_of(DIFFUSION[name], half=True, channels_last=name in ("dit", "vae")),
-              "broken": model_of(broken), "foreign": model_of(tiny_model, "no_such")}  # fmt: skip
-    part = models.run(chosen, ("eager", "swap", "swap_neighbours"), networks.MODES, 0.0)
-    left_out = {"foreign: no_such is not installed", "broken, training: no such size"}
-    assert left_out < {*part["skipped"]}
-    losses = [row["loss"] for row in part["rows"]]
-    assert len(losses) == (4 if name in ("dit", "sd3", "flux", "wan") else 6)
-    assert max(losses) - min(losses) < 1e-2 * losses[0]
-    for row in part["rows"]:
-        assert (row["device_ms"], row["layer_norm_ms"], row["kernels"]) == (0.037, 0.03, 5)
-        assert 0 < row["wall_best_ms"] <= row["wall_ms"]

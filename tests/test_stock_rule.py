@@ -33,7 +33,7 @@ from swaps import (
     results,
     small_model,
 )
-from tiny_transformers import GemmaHere, WrittenHere, make
+from tiny_transformers import GemmaHere, WrittenHere
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -786,13 +786,6 @@ def test_a_class_that_cannot_be_read_is_left(file, name, reason, caplog):
     assert_same(new(x), stock(x))
     if name == "Private":  # the names in a callable object are not known
         assert reason in caplog.text
-
-
-def test_models_whose_forwards_are_decorated():
-    sizes = {"vocab_size": 50, "dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 48}
-    model = make("DistilBertConfig", "DistilBertForMaskedLM", **sizes).eval()
-    ids = torch.randint(50, (2, 9))
-    assert_same(beside(model)(ids).logits, model(ids).logits)
 
 
 # ---- All or nothing.
