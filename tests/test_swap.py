@@ -38,12 +38,12 @@ class OwnForward(nn.LayerNorm):
         return super().forward(x.transpose(1, -1)).transpose(1, -1)
 
 
-class OwnName(nn.LayerNorm):
-    """A subclass that adds nothing but a name."""
-
-
-class OwnRmsName(nn.RMSNorm):
-    """A subclass that adds nothing but a name."""
+# Subclasses that add nothing but a name, and a class that has but the name of a layer norm.
+OwnName: Any = type("OwnName", (nn.LayerNorm,), {})
+OwnRmsName: Any = type("OwnRmsName", (nn.RMSNorm,), {})
+Inherits: Any = type("Inherits", (WrittenHere,), {})
+RootLayerNorm: Any = type("RootLayerNorm", (WrittenHere,), {})  # it subtracts no mean
+SomeLayerNorm: Any = type("SomeLayerNorm", (nn.Module,), {})
 
 
 class OwnRmsForward(nn.RMSNorm):
@@ -325,14 +325,6 @@ def test_what_cannot_be_registered(cls, make, match, later):
 # ---- What is left, and what the log says of it.
 
 
-class SomeLayerNorm(nn.Module):
-    """Has the name of a layer norm, but is not in the table."""
-
-
-class RootLayerNorm(WrittenHere):
-    """Has the name of a layer norm, and subtracts no mean."""
-
-
 class OwnGroups(nn.GroupNorm):
     def forward(self, x):
         return x
@@ -507,10 +499,6 @@ def test_the_classes_of_transformers(monkeypatch):
 
 
 # ---- Which kind a module is of.
-
-
-class Inherits(WrittenHere):
-    pass
 
 
 class OverridesNorm(GemmaHere):
