@@ -15,7 +15,7 @@ The cases are those of `the_list` in benchmarks/cases.py, those of the benchmark
 of these also with the statistics that training needs; --sweep and --sweep-groups add so many points
 of the sweeps. A case that fails in the old build, which may lack the operator, is skipped. The exit
 status is 1 if a case is SLOWER, if it fails in the new build alone, or if one was left out for
-time. $OUT/compare.json holds all results. Comparing a build with itself shows the noise.
+time. $OUT/compare.json holds all results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import fnmatch
-import math
 import os
 import re
 import statistics
@@ -60,11 +59,8 @@ class Job:
 
 
 def jobs_of(cases: Iterable[Case], ops: str = "*", dtypes: str = "", part: str = "") -> list[Job]:
-    """The jobs of the cases that the filters leave, each a list with commas.
-
-    `ops` are patterns of operators, `dtypes` those of x, in either spelling, or all of a case's as
-    its name has them ("bf16+fp32"); `part` are parts of names, of which one must be in a name.
-    """
+    """The jobs of the cases that the filters leave, each a list with commas: patterns of operators;
+    dtypes of x or all of a case's, as its name has them ("bf16+fp32"); parts of names."""
     patterns = ops.split(",")
     types = {SHORT_NAMES.get(name, name) for name in dtypes.split(",")}
     jobs = []
@@ -107,49 +103,36 @@ def load(library: Path, number: int, folder: Path) -> str:
     return namespace
 
 
-class Failed(Exception):
-    """Why a build could not do what it was asked."""
-
-
 class Side:
     """One build, or eager PyTorch: prepares a case, times it as often as asked, and frees it."""
 
+    graph: Any = None
+
     def __init__(self, label: str, namespace: str = "") -> None:
-        self.label = label
-        self.namespace = namespace
-        self.graph: timing.Graph | None = None
+        self.label, self.namespace = label, namespace
 
     def calls(self, job: Job, inputs: list[Any]) -> list[timing.Call]:
         if not self.namespace:
             return providers.eager_calls(job.case, inputs)
         how: dict[str, Any] = {"statistics": job.statistics, "namespace": self.namespace}
         if missing := missing_operator(job.case, **how):
-            raise Failed(f"this build has no {missing}")
+            raise RuntimeError(f"this build has no {missing}")
         return [ours(job.case, one, **how) for one in inputs]
 
     @torch.no_grad()
     def prepare(self, job: Job, inputs: list[Any]) -> None:
-        try:
-            count = timing.call_count(len(inputs), job.case.bytes)
-            self.graph = timing.Graph(self.calls(job, inputs), count)
-        except Exception as problem:
-            if "CUDA error" in str(problem):  # the context is lost
-                print(f"{job.name}, {self.label}: {problem}", flush=True)
-            raise Failed(timing.sentence(problem)) from None
+        count = timing.call_count(len(inputs), job.case.bytes)
+        self.graph = timing.Graph(self.calls(job, inputs), count)
 
-    def time(self, seconds: float) -> float:
-        assert self.graph is not None
+    def time(self) -> float:
         self.graph.time(0.0, 1, 1)  # replaces what the other side left in the caches
-        return self.graph.time(seconds, MIN_REPLAYS, 60)
+        return float(self.graph.time(SECONDS, MIN_REPLAYS, 60))
 
     def bits(self) -> list[torch.Tensor]:
         """The bits of what the last calls gave, on every input."""
-        assert self.graph is not None
-        found = []
-        for outputs in self.graph.outputs:
-            for one in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
-                found.append(one.contiguous().view(torch.uint8) if one.dim() else one)
-        return found
+        given = [(one,) if isinstance(one, torch.Tensor) else one for one in self.graph.outputs]
+        return [one.contiguous().view(torch.uint8) if one.dim() else one
+                for outputs in given for one in outputs]  # fmt: skip
 
     def free(self) -> None:
         if self.graph is not None:
@@ -161,27 +144,27 @@ def measure(job: Job, sides: Sequence[Side], rounds: int) -> dict[str, Any]:
     """A case's row: the times, new over old, its range over the rounds, whether the bits agree."""
     row: dict[str, Any] = {**results.row_of(job.case), "statistics": job.statistics}
     torch.manual_seed(0)
-    inputs = make_inputs(job.case)
-    problems = {}
+    inputs, problems = make_inputs(job.case), {}
     for side in sides:
         try:
             side.prepare(job, inputs)
-        except Failed as problem:
-            problems[side.label] = str(problem)
+        except Exception as problem:
+            if "CUDA error" in str(problem):  # the context is lost
+                print(f"{job.name}, {side.label}: {problem}", flush=True)
+            problems[side.label] = timing.sentence(problem)
     ready = [side for side in sides if side.label not in problems]
     times: dict[str, list[float]] = {side.label: [] for side in ready}
-    if "old" in times and "new" in times:
+    if {"old", "new"} <= {*times}:
         for number in range(rounds):
             for side in ready[:2] if number % 2 == 0 else ready[1::-1]:
-                times[side.label].append(side.time(SECONDS))
-        bits = [side.bits() for side in ready[:2]]
-        row["same_bits"] = all(map(torch.equal, *bits))
+                times[side.label].append(side.time())
+        row["same_bits"] = all(map(torch.equal, *(side.bits() for side in ready[:2])))
         ratios = [b / a for a, b in zip(times["old"], times["new"], strict=True)]
-        row |= {"ratio": round(statistics.median(ratios), 4), "least": round(min(ratios), 4),
-                "most": round(max(ratios), 4)}  # fmt: skip
+        found = {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+        row |= {name: round(ratio, 4) for name, ratio in found.items()}
     for side in ready:
         if not times[side.label]:  # eager, and a build whose other half failed
-            times[side.label] += [side.time(SECONDS) for _ in range(2)]
+            times[side.label] += [side.time() for _ in range(2)]
     for side in sides:
         side.free()
     row |= {f"{label}_us": round(statistics.median(of_one), 3) for label, of_one in times.items()}
@@ -206,23 +189,22 @@ def compare(
     jobs: list[Job], sides: Sequence[Side], seconds: float, percent: float = 3.0, us: float = 0.3
 ) -> dict[str, Any]:
     """Measures the jobs in order, then once more those that looked slower, within `seconds`."""
-    start = time.monotonic()
     measured: list[tuple[Job, dict[str, Any]]] = []
-    left: list[str] = []
-    for number, job in enumerate(jobs):
-        if time.monotonic() - start > 0.85 * seconds:
-            left = [job.name for job in jobs[number:]]
+    end, rows = time.monotonic() + seconds, []
+    for job in jobs:
+        if time.monotonic() > end - 0.15 * seconds:
             break
-        if number % 50 == 0:
-            print(f"{number} of {len(jobs)}, {time.monotonic() - start:.0f} s", flush=True)
+        if len(measured) % 50 == 0:
+            print(
+                f"{len(measured)} of {len(jobs)}, {end - time.monotonic():.0f} s left", flush=True
+            )
         measured.append((job, measure(job, sides, ROUNDS)))
-    rows = []
     for job, row in sorted(measured, key=lambda pair: -pair[1].get("ratio", 0.0)):
-        if (is_slower(row, percent, us) and "ratio" in row
-                and time.monotonic() - start < seconds):  # fmt: skip
+        if is_slower(row, percent, us) and "ratio" in row and time.monotonic() < end:
             row = {**measure(job, sides, AGAIN), "first_ratio": row["ratio"]}
         rows.append({**row, "slower": is_slower(row, percent, us)})
     rows.sort(key=lambda row: (-row["slower"], -row.get("ratio", 0.0)))
+    left = [job.name for job in jobs[len(measured) :]]
     return {"percent": percent, "us": us, "rows": rows, "left_out": left}
 
 
@@ -231,43 +213,41 @@ def line(row: dict[str, Any]) -> str:
     problems = "; ".join(f"{side}: {said}" for side, said in row.get("problems", {}).items())
     if "ratio" not in row:
         return f"{name:<52} {'FAILED' if row['slower'] else 'skipped'} {problems}"
-    said = f"{name:<52}{row['old_us']:>10.2f}{row['new_us']:>10.2f}{row['ratio']:>8.3f}"
-    said += f"  {row['least']:.3f}-{row['most']:.3f}  {'same' if row['same_bits'] else 'differ':<7}"
+    bits = "same" if row["same_bits"] else "differ"
+    said = (f"{name:<52}{row['old_us']:>10.2f}{row['new_us']:>10.2f}{row['ratio']:>8.3f}"
+            f"  {row['least']:.3f}-{row['most']:.3f}  {bits:<7}")  # fmt: skip
     if "eager_us" in row:
         said += f"{row['eager_us']:>10.2f}{row['new_us'] / row['eager_us']:>8.3f} "
-    notes = [*(["SLOWER"] if row["slower"] else []), *(["EAGER"] if is_beaten(row) else []),
-             *([f"at first {row['first_ratio']:.3f}"] if "first_ratio" in row else []),
-             *([problems] if problems else [])]  # fmt: skip
-    return f"{said} {', '.join(notes)}".rstrip()
+    first = f"at first {row['first_ratio']:.3f}" if "first_ratio" in row else ""
+    notes = ["SLOWER" * row["slower"], "EAGER" * is_beaten(row), first, problems]
+    return f"{said} {', '.join(filter(None, notes))}".rstrip()
 
 
 def text(report: dict[str, Any], most: int) -> str:
     """The rows with the largest ratios first, those slower than eager, and a summary."""
-    rows = report["rows"]
-    timed, failed = ([row for row in rows if ("ratio" in row) == is_timed]
-                     for is_timed in (True, False))  # fmt: skip
-    beaten = sorted((row for row in timed if is_beaten(row)),
-                    key=lambda row: -row["new_us"] / row["eager_us"])  # fmt: skip
-    slow = sum(row["slower"] for row in rows)
-    head = f"{'case':<52}{'old us':>10}{'new us':>10}{'ratio':>8}  {'range':<11}  {'bits':<7}"
-    head += f"{'eager us':>10}{'ratio':>8}" if any("eager_us" in row for row in timed) else ""
-    lines = [head, *map(line, timed[: max(most, slow)])]
+    timed = [row for row in report["rows"] if "ratio" in row]
+    failed = [row for row in report["rows"] if "ratio" not in row]
+    beaten = sorted(filter(is_beaten, timed), key=lambda row: -row["new_us"] / row["eager_us"])
+    slow = sum(row["slower"] for row in report["rows"])
+    lines = [f"{'case':<52}{'old us':>10}{'new us':>10}{'ratio':>8}  {'range':<11}  {'bits':<7}"
+             f"{'eager us':>10}{'ratio':>8}", *map(line, timed[: max(most, slow)])]  # fmt: skip
     if beaten:
         lines += ["", f"slower than eager PyTorch: {len(beaten)}", *map(line, beaten[:most])]
     lines += ["", *map(line, failed[:most])]
-    groups: dict[str, list[float]] = {}
+    of_op: dict[str, list[float]] = {}
     for row in timed:
-        mixed = "mixed " if results.case_of(row).mixed else ""
-        groups.setdefault(f"{mixed}{row['op']}", []).append(row["ratio"])
-    for group, ratios in groups.items():
-        mean = math.exp(statistics.fmean(map(math.log, ratios)))
-        lines.append(f"{group:<28}{len(ratios):>4} cases: mean ratio {mean:.4f}, "
+        mixed = "mixed " * results.case_of(row).mixed
+        of_op.setdefault(f"{mixed}{row['op']}", []).append(row["ratio"])
+    for op, ratios in of_op.items():
+        mean = statistics.geometric_mean(ratios)
+        lines.append(f"{op:<28}{len(ratios):>4} cases: mean ratio {mean:.4f}, "
                      f"{min(ratios):.3f} to {max(ratios):.3f}")  # fmt: skip
+    differ = sum(not row["same_bits"] for row in timed)
     return "\n".join([
         *lines,
         f"{len(timed)} compared, {len(failed)} not, {len(report['left_out'])} left out for time; "
-        f"{sum(not row['same_bits'] for row in timed)} differ in some bit; {slow} SLOWER by more "
-        f"than {report['percent']:g}% and {report['us']:g} us",
+        f"{differ} differ in some bit; {slow} SLOWER by more than {report['percent']:g}% and "
+        f"{report['us']:g} us",
     ])  # fmt: skip
 
 
@@ -289,9 +269,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     start = time.monotonic()
-    points = [*sweep.points()[: arguments.sweep],
-              *sweep.group_points()[: arguments.sweep_groups]]  # fmt: skip
-    cases = [*(CASES if arguments.page else the_list()), *points]
+    cases = [*(CASES if arguments.page else the_list()), *sweep.points()[: arguments.sweep],
+             *sweep.group_points()[: arguments.sweep_groups]]  # fmt: skip
     jobs = jobs_of(cases, arguments.ops, arguments.dtypes, arguments.cases)
     if not jobs:
         parser.error("no case is left by these filters")
@@ -302,8 +281,7 @@ def main(argv: list[str] | None = None) -> int:
         ]
     for side in sides:
         print(f"{side.label}: {getattr(torch.ops, side.namespace)._build_info()}", flush=True)
-    if arguments.eager:
-        sides.append(Side("eager"))
+    sides += [Side("eager")] * arguments.eager
     # A kernel that never ends would hold the process for ever.
     faulthandler.dump_traceback_later(arguments.limit_seconds + 60, exit=True)
     timing.warm_up_device()

@@ -8,7 +8,7 @@
 Each argument is a case, "ROWSxCOLS DTYPE OP", and after bars the options to force one after the
 other (parts of a plan, in the words of `force_plan` in csrc/bindings/force_plan.h). The plan's own
 choice is always timed first. A * stands for every value that its part can have, and for none; the
-fastest plans are then named at the end. No plan is timed twice. --list prints the options of each
+fastest plans are then named at the end. No plan is timed twice. --list prints the plans of each
 case and times nothing, also without a GPU. Each result is compared with PyTorch's own, so that a
 fast but wrong plan is noticed. That comparison leaves other data in L2, and what makes room there
 first then takes some 5% longer: plans that load in different ways are better timed with --no-check.
@@ -17,10 +17,9 @@ first then takes some 5% longer: plans that load in different ways are better ti
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -35,15 +34,10 @@ HOPPER = {"capability": 90, "sms": 132, "shared_memory": 232448, "l2_bytes": 50 
 # each number of rows that run at once, the most blocks that each row can have.
 VALUES: dict[str, tuple[str | int, ...]] = {
     "strategy": ("warp", "block", "ring", "split", "stream", "few_rows", "group", "rows"),
-    "vecs": tuple(range(1, 33)),
-    "teams": tuple(range(1, 17)),
-    "bulk": (0, 1),
-    "stages": tuple(range(1, 9)),
-    "lag": (1, 2, 3),
-    "long": (0, 1),
+    "vecs": tuple(range(1, 33)), "teams": tuple(range(1, 17)), "stages": tuple(range(1, 9)),
+    "bulk": (0, 1), "long": (0, 1), "lag": (1, 2, 3),
     "blocks_per_row": tuple(sorted({132 // (132 // blocks) for blocks in range(1, 133)})),
-}
-Plan = dict[str, Any]
+}  # fmt: skip
 
 
 def error(result: object, expected: list[torch.Tensor]) -> float:
@@ -54,7 +48,7 @@ def error(result: object, expected: list[torch.Tensor]) -> float:
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
-def tune(case: Case, forces: list[str], check: bool, shows: bool, seconds: float) -> None:
+def tune(case: Case, forces: list[str], check: bool, seconds: float) -> None:
     """Times one case as planned and under each of the options, and prints a line for each."""
     force = torch.ops.fused_layernorm._force
     copy_us = timing.copy_time(case.rows, case.cols, case.torch_dtype, seconds=seconds)
@@ -62,9 +56,8 @@ def tune(case: Case, forces: list[str], check: bool, shows: bool, seconds: float
     print(f"\n{case.name}: copy {copy_us:.1f} us{target}", flush=True)
     inputs = make_inputs(case)
     expected = providers.reference(case, inputs[0]) if check else []
-    calls = [ours(case, one) for one in inputs]
-    times: list[tuple[float, str]] = []
-    for label, plan in options_of(case, forces):
+    calls, times = [ours(case, one) for one in inputs], []
+    for label, _ in options_of(case, forces):
         try:
             force(None if label == PLANNED else label)
             note = f"  error {error(calls[0](), expected):.1e}" if check else ""
@@ -76,14 +69,13 @@ def tune(case: Case, forces: list[str], check: bool, shows: bool, seconds: float
         finally:
             force(None)
         times.append((us, label))
-        note += f"\n    {json.dumps(plan)}" if shows else ""
         print(f"  {label:<48} {us:9.2f} us  ratio {case.ratio(us, copy_us):.3f}{note}", flush=True)
     if any("*" in options for options in forces):
         fastest = "; ".join(f"{us:.2f} us {label}" for us, label in sorted(times)[:FASTEST])
         print(f"  the fastest: {fastest}", flush=True)
 
 
-def options_of(case: Case, forces: list[str]) -> Iterator[tuple[str, Plan]]:
+def options_of(case: Case, forces: list[str]) -> Iterator[tuple[str, str]]:
     """The options to time, each with its plan: the plan's own choice first, and no plan twice.
 
     Prints why options of `forces` without a * are left out.
@@ -94,15 +86,14 @@ def options_of(case: Case, forces: list[str]) -> Iterator[tuple[str, Plan]]:
             label = options or PLANNED
             try:
                 plan = plan_of(case, options or None)
+                said = f"is {names[plan]}" if plan in names else ""
             except (RuntimeError, ValueError) as problem:
-                if "*" not in forced:
-                    print(f"  {label:<48} failed: {str(problem).splitlines()[0]}", flush=True)
-                continue
-            known = names.setdefault(json.dumps(plan), label)
-            if known == label:
+                said = f"failed: {str(problem).splitlines()[0]}"
+            if not said:
+                names[plan] = label
                 yield label, plan
             elif "*" not in forced:
-                print(f"  {label:<48} is {known}", flush=True)
+                print(f"  {label:<48} {said}", flush=True)
 
 
 def expanded(options: str) -> Iterator[str]:
@@ -117,7 +108,7 @@ def expanded(options: str) -> Iterator[str]:
         yield " ".join(filter(None, words))
 
 
-def plan_of(case: Case, options: str | None) -> Plan:
+def plan_of(case: Case, options: str | None) -> str:
     """The plan of a case under these options, on this device or, without one, on an H100; raises
     ValueError if there is none."""
     problem: dict[str, Any] = {
@@ -130,30 +121,29 @@ def plan_of(case: Case, options: str | None) -> Plan:
         problem |= {"capability": 10 * device.major + device.minor,
                     "sms": device.multi_processor_count, "l2_bytes": device.L2_cache_size,
                     "shared_memory": device.shared_memory_per_block_optin}  # fmt: skip
+    # Without a plan for both, the norm and its gate have a launch each.
+    gates = [True, False] if case.modulation and case.backward and case.family.residual else [False]
     if case.modulation:
-        problem["weight_dtype"] = case.torch_modulation_dtype
         *groups, _ = case.modulation_shape
+        problem["weight_dtype"] = case.torch_modulation_dtype
         problem["group_rows"] = case.rows // math.prod(groups)
-        problem["gated"] = case.backward and case.family.residual
-    describe, force = torch.ops.fused_layernorm._plan, torch.ops.fused_layernorm._force
-    force(options)
+    ops = torch.ops.fused_layernorm
+    ops._force(options)
     try:
-        plan = json.loads(describe(case.rows, case.cols, case.torch_dtype, **problem))
-        if plan is None:  # no plan for both: the norm and its gate have a launch each
-            problem["gated"] = False
-            plan = json.loads(describe(case.rows, case.cols, case.torch_dtype, **problem))
+        for gated in gates:
+            plan = ops._plan(case.rows, case.cols, case.torch_dtype, **problem, gated=gated)
+            if plan != "null":
+                break
     finally:
-        force(None)
-    return cast(Plan, plan)
+        ops._force(None)
+    return str(plan)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = results.parser("tune", __doc__)
     parser.add_argument("lines", nargs="*", metavar="CASE | FORCE | ...")
-    parser.add_argument("--force", action="append", default=[], help="options tried on every case")
-    parser.add_argument("--list", action="store_true", help="print the options, time nothing")
+    parser.add_argument("--list", action="store_true", help="print the plans, time nothing")
     parser.add_argument("--no-check", action="store_true", help="do not compare with PyTorch")
-    parser.add_argument("--plan", action="store_true", help="print the plan of each line")
     parser.add_argument("--seconds", type=float, default=0.03, help="device time per measurement")
     arguments = parser.parse_args(argv)
     if arguments.list:
@@ -161,14 +151,14 @@ def main(argv: list[str] | None = None) -> None:
     else:
         require_kernels()
     for line in arguments.lines:
-        text, *own = (part.strip() for part in line.split("|"))
-        case, forces = parse_case(text), [*arguments.force, *own]
+        text, *forces = (part.strip() for part in line.split("|"))
+        case = parse_case(text)
         if arguments.list:
             print(f"\n{case.name}")
             for label, plan in options_of(case, forces):
-                print(f"  {label:<48} {json.dumps(plan) if arguments.plan else ''}".rstrip())
+                print(f"  {label:<48} {plan}")
         else:
-            tune(case, forces, not arguments.no_check, arguments.plan, arguments.seconds)
+            tune(case, forces, not arguments.no_check, arguments.seconds)
             torch.cuda.empty_cache()
 
 

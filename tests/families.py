@@ -469,6 +469,9 @@ PACKED: list[Any] = [
     of_packed(angles="samples", dtype=F16), of_packed(dtype=F64), of_packed(cols=258, dtype=F32),
     of_packed(positions=700, batch=3, heads=(16, 4)),
     of_packed(positions=300, heads=(12, 4), packing="h3d", statistic=None, affine="none"),
+    # Both sides of what one warp holds at once, and heads of sides of different sizes.
+    *(of_packed(cols=cols, heads=heads, packing="h3d", positions=3)
+      for cols in (64, 128) for heads in ((1, 1), (2, 1), (9, 3), (33, 11))),
 ]  # fmt: skip
 
 # ---- The problems of every norm.

@@ -5,6 +5,7 @@ import copy
 import inspect
 import io
 import pickle
+from typing import Any
 
 import torch
 from torch import nn
@@ -97,6 +98,51 @@ def results(module, *inputs):
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16()  # in any dtype
     dy = torch.empty_like(y).copy_(dy)  # in y's order of memory, as the next layer would give it
     return y, torch.autograd.grad(y, [*inputs, *module.parameters()], dy)
+
+
+def is_floating(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def outcome(model, inputs, run=None):
+    """Outputs, and the gradients of inputs and parameters that have one, for random dy: by name.
+
+    inputs: all arguments, by name or in their order.
+    """
+    is_named = isinstance(inputs, dict)
+    given: dict[Any, Any] = {
+        key: value.detach().requires_grad_() if is_floating(value) else value
+        for key, value in (inputs.items() if is_named else enumerate(inputs))
+    }
+    if run is not None:
+        outputs = run(model, given)
+    else:
+        outputs = model(**given) if is_named else model(*given.values())
+    outputs = getattr(outputs, "sample", outputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(1)
+    dys = [torch.randn(y.shape, generator=generator).to(y) for y in outputs]
+    wanted = {key: x for key, x in given.items() if is_floating(x)} | dict(model.named_parameters())
+    grads = torch.autograd.grad(outputs, [*wanted.values()], dys, allow_unused=True)
+    found = {f"gradient of {key}": grad for key, grad in zip(wanted, grads, strict=True)}
+    found = {f"output {n}": y.detach() for n, y in enumerate(outputs)} | found
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def same(found, expected, tolerance, strides=False):
+    """Asserts equal dtypes and shapes, of outputs also strides if asked for, and errors within
+    tolerance in the 2-norm.
+
+    An error is relative to the tensor's norm, or to 0.1 if that is greater, because some gradients
+    are zero but for roundings.
+    """
+    assert found.keys() == expected.keys()
+    for name, want in expected.items():
+        assert found[name].dtype == want.dtype, name
+        assert found[name].shape == want.shape, name
+        assert found[name].stride() == want.stride() or "output" not in name or not strides
+        error = (found[name] - want).double().norm() / want.double().norm().clamp(min=0.1)
+        assert error <= tolerance, f"{name}: relative error {error:.1e}"
 
 
 def check_swap_and_unswap(module, swap, unswap, kind):

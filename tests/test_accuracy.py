@@ -50,6 +50,7 @@ ROWS = [
       for cols, dtypes, statistic in covering(
           [1, 2, 3, 31, 33, 64, 100, 127, 255, 257, 768, 1023, 1024, 1025, 2047], DTYPES,
           ("layer", "rms"))),
+    *(Problem((rows, 1), dtype) for rows in (37, 300) for dtype in (F32, F16, BF16, F64)),
     *(Problem((5, cols), *dtypes)
       for cols in (4095, 4096, 5120, 8191, 8192, 16384, 20001, 32768) for dtypes in MIXED),
     *(Problem((37, cols), *dtypes, affine=affine)
@@ -62,6 +63,7 @@ ROWS = [
     # Activations, scales, other results, residuals.
     *(Problem((40, cols), *dtypes, activation=activation, scale=-1.75)
       for cols, activation, dtypes in covering((33, 64, 1024, 5000), ACTIVATIONS, WIDE)),
+    Problem((4, 8), activation="gelu", scale=0),
     *(Problem((40, 96), activation=activation, affine=affine, scale=0.5)
       for activation in ACTIVATIONS[1:] for affine in AFFINE),
     # Small weights make small pre-activations, whose errors are judged by their own size.

@@ -77,28 +77,6 @@ def test_page_and_readme_say_what_was_measured(made):
         report.filled("no markers", blocks)
 
 
-def test_what_falls_short_is_listed(made):
-    def section():
-        text = report.page(made, [])
-        return text[text.index("## What falls short") : text.index("## Every case")]
-
-    assert section().count("None.") == 2
-    slow, beaten = made["rows"][0], made["rows"][1]
-    slow["ours_us"] = slow["copy_us"] / 0.6
-    beaten["compile_us"] = 0.5 * beaten["ours_us"]
-    assert "| LayerNorm, forward | 32,768 x 1,024 | bfloat16 | 60% |" in section()
-    assert "| 32,768 x 4,096 | bfloat16 | compile | 134 | 67.1 | 0.50x |" in section()
-    made["rows"] += [{**slow, "rows": 32_768 + n} for n in range(20)]
-    assert section().count("| 60% |") == report.LISTED
-    assert "And 12 more" in section()
-    worst = [row("forward", 8, 64 + n, "bfloat16", compile_us=9.9) for n in range(20)]
-    for name in ("sweep", "sweep_compile"):
-        made[name] = {**NEW, "points": 2000, "slower": 0, "worst": worst}
-    made["rows"] += [{**beaten, "rows": 32_768 + n} for n in range(20)]
-    listed = [line for line in section().splitlines() if line.startswith("| LayerNorm")]
-    assert 20 < len(listed) <= 25, "of all tables together"
-
-
 def test_only_results_of_one_code_are_shown(made):
     """The report that is newest, and of it what is of its own code."""
     worst = row("forward", 8, 71, "bfloat16", compile_us=2.7) | {"ours_us": 3.0, "eager_us": 3.3}

@@ -44,16 +44,6 @@ def test_no_recompilation_for_new_sizes(device, requires_grad):
     assert counter.frame_count == first
 
 
-def test_no_graph_break_in_a_swapped_model(device):
-    model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).to(device)
-    fl.swap_layer_norm(model)
-    model.train()
-    explanation = torch._dynamo.explain(model)(torch.randn(2, 5, 16, device=device))
-    assert explanation.graph_break_count == 0
-    targets = {str(node.target) for graph in explanation.graphs for node in graph.graph.nodes}
-    assert any("fused_layernorm" in target for target in targets)
-
-
 # By operator: the call, and the shapes of its tensors.
 ONE_EACH: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
     "layer_norm": (fl.layer_norm, [(3, 8), (8,)]),
@@ -121,24 +111,6 @@ def test_transforms_under_compile(device, name):
     torch.testing.assert_close(compiled(x, weight), function(x, weight), rtol=1e-4, atol=1e-5)
 
 
-def test_meta_tensors():
-    def make(*shape, dtype=F32):
-        return torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
-
-    x, residual, weight = make(3, 4, 8, dtype=BF16), make(3, 4, 8), make(8)
-    gate, shift = make(3, 1, 8), make(4, 8)
-    plain = fl.layer_norm(x, weight, out_dtype=F32)
-    out, residual_out = fl.add_layer_norm(x, residual, weight, gate=gate, activation="gelu")
-    y, total = fl.add_ada_layer_norm(x, residual, gate, shift, shift, weight)
-    outputs = (plain, out, residual_out, y, total)
-    assert all(tensor.is_meta and tensor.shape == x.shape for tensor in outputs)
-    assert [tensor.dtype for tensor in outputs] == [F32, BF16, F32, BF16, F32]
-    torch.stack([tensor.float().sum() for tensor in outputs]).sum().backward()
-    for tensor in (x, residual, weight, gate, shift):
-        assert tensor.grad is not None
-        assert (tensor.grad.shape, tensor.grad.dtype) == (tensor.shape, tensor.dtype)
-
-
 def test_fake_tensors_of_a_device_that_need_not_be_here():
     """Not even autocast need know it."""
     for device_type in ("cuda", "meta", "lazy"):
@@ -149,22 +121,3 @@ def test_fake_tensors_of_a_device_that_need_not_be_here():
             )
         assert y.device.type == residual_out.device.type == device_type
         assert (y.dtype, residual_out.dtype) == (BF16, F32)
-
-
-@pytest.mark.parametrize("mode", ["fake", "symbolic"])
-def test_make_fx(device, mode):
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def function(x, weight):
-        y = fl.layer_norm(x, weight, activation="silu")
-        return torch.autograd.grad(y.sum(), (x, weight))
-
-    x = torch.randn(3, 8, device=device, requires_grad=True)
-    weight = torch.randn(8, device=device, requires_grad=True)
-    graph = make_fx(function, tracing_mode=mode)(x, weight)
-    targets = [str(node.target) for node in graph.graph.nodes if "fused" in str(node.target)]
-    assert targets == [
-        "fused_layernorm.layer_norm_forward.default",
-        "fused_layernorm.layer_norm_backward.default",
-    ]
-    torch.testing.assert_close(graph(x, weight), function(x, weight))

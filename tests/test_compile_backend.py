@@ -5,8 +5,6 @@ import copy
 import functools
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,10 @@ import pytest
 import tiny_diffusers
 import torch
 import torch.nn.functional as F
-from captured import passing
+from captured import llama, model, passing, tensors
 from compiling import EAGER, afresh, assert_same, everywhere, recording  # noqa: F401
 from numerics import covering
+from processes import run
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -164,17 +163,16 @@ def test_by_name(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fused_layernorm\nVersion: 0\n")
     points = f"[torch_dynamo_backends]\nfused_layernorm = {declared}\n"
     (info / "entry_points.txt").write_text(points)
-    code = f"""
-import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]
-import torch
-assert "fused_layernorm" in torch._dynamo.list_backends()
-norm, x = torch.nn.LayerNorm(8), torch.randn(3, 8)
-compiled = torch.compile(norm, backend="fused_layernorm", options={EAGER})
-torch.testing.assert_close(compiled(x), norm(x))
-assert "fused_layernorm" in sys.modules
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    code = """
+        import sys; sys.path[:0] = [ROOT, FOLDER]
+        import torch
+        assert "fused_layernorm" in torch._dynamo.list_backends()
+        norm, x = torch.nn.LayerNorm(8), torch.randn(3, 8)
+        compiled = torch.compile(norm, backend="fused_layernorm", options=EAGER)
+        torch.testing.assert_close(compiled(x), norm(x))
+        assert "fused_layernorm" in sys.modules
+    """
+    run(code, ROOT=str(ROOT), FOLDER=str(tmp_path), EAGER=EAGER)
 
 
 @pytest.mark.parametrize(
@@ -441,13 +439,6 @@ def test_swapped_modules_that_are_not_worth_it_forward(device, name):
     assert operators(x) == count, "nothing wants a gradient"
 
 
-@chooses
-def test_a_scalar_input_under_plain_compile(device):
-    module = torch.compile(FusedLayerNorm(8).to(device), backend="aot_eager")
-    with pytest.raises(Exception, match="expected input"):
-        module(torch.tensor(1.0, device=device))
-
-
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_channels_of_images_are_left_to_inductor(device, channels_last):
     """Inductor chooses the layouts of convolutions' results itself, whatever they were."""
@@ -630,6 +621,11 @@ def test_explain(device):
     assert "residual, gate, scale, shift" in text
     assert "3 norms in 1 graph, 3 replaced" in text
     assert "[1] " in text  # a rule's reason, once
+    written = model("h = residual + x; norm(h, weight), h", llama)
+    text = str(fused_layernorm.explain(written, tensors(torch.bfloat16)))
+    assert "RMSNorm written out" in text
+    assert 'aten_add_layer_norm, "rms" [1]' in text
+    assert "1 norm in 1 graph, 1 replaced" in text
 
 
 def test_explain_what_is_left(device):

@@ -13,7 +13,7 @@ import libraries
 import pytest
 import swaps
 import torch
-from swaps import check_swap_and_unswap, copies, fused
+from swaps import check_swap_and_unswap, copies, fused, is_floating, outcome, same
 from tiny_diffusers import cogvideox, dit, flux, pixart, sd3, sd35, wan
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -116,50 +116,6 @@ def swapped(module):
     return swaps.swapped(module, swap_layer_norm)
 
 
-def by_name(model, inputs):
-    outputs = model(**inputs)
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def results(model, inputs, run=by_name):
-    """Outputs, and the gradients of inputs and parameters for random dy: tensors by name."""
-    inputs = {
-        key: value.detach().requires_grad_() if is_floating(value) else value
-        for key, value in inputs.items()
-    }
-    outputs = run(model, inputs)
-    generator = torch.Generator().manual_seed(1)
-    dys = [torch.randn(y.shape, generator=generator).to(y) for y in outputs]
-    wanted = {key: x for key, x in inputs.items() if is_floating(x)} | dict(
-        model.named_parameters()
-    )
-    grads = torch.autograd.grad(outputs, [*wanted.values()], dys, allow_unused=True)
-    found = {f"output {n}": y.detach() for n, y in enumerate(outputs)}
-    return found | {
-        f"gradient of {key}": grad
-        for key, grad in zip(wanted, grads, strict=True)
-        if grad is not None
-    }
-
-
-def is_floating(value):
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def same(found, expected, tolerance):
-    """Asserts equal dtypes and shapes, and errors within tolerance in the 2-norm.
-
-    An error is relative to the tensor's norm, or to 0.1 if that is greater, because some gradients
-    are zero but for roundings.
-    """
-    assert found.keys() == expected.keys()
-    for name, want in expected.items():
-        assert found[name].dtype == want.dtype, name
-        assert found[name].shape == want.shape, name
-        error = (found[name] - want).double().norm() / want.double().norm().clamp(min=0.1)
-        assert error <= tolerance, f"{name}: relative error {error:.1e}"
-
-
 def error_of(found, exact):
     """The geometric mean over all tensors of their relative errors, each in the 2-norm.
 
@@ -176,25 +132,23 @@ def error_of(found, exact):
     return float(torch.stack(errors).clamp(min=1e-9).log().mean().exp())
 
 
-def assert_no_worse(make, run=by_name):
+def assert_no_worse(make, run=None):
     ratios = []
     for _ in range(DRAWS):
         stock, inputs = make()
-        exact = results(copy.deepcopy(stock).double(), in_float64(inputs), run)
-        found = error_of(results(swap_layer_norm(copy.deepcopy(stock)), inputs, run), exact)
-        ratios.append(found / error_of(results(stock, inputs, run), exact))
+        exact = outcome(copy.deepcopy(stock).double(), in_float64(inputs), run)
+        found = error_of(outcome(swap_layer_norm(copy.deepcopy(stock)), inputs, run), exact)
+        ratios.append(found / error_of(outcome(stock, inputs, run), exact))
     assert statistics.geometric_mean(ratios) <= LUCK
 
 
 def in_float64(inputs):
-    return {
-        key: value.double()
-        if is_floating(value)
-        else torch.float64
-        if isinstance(value, torch.dtype)
-        else value
-        for key, value in inputs.items()
-    }
+    def wide(value):
+        if is_floating(value):
+            return value.double()
+        return torch.float64 if isinstance(value, torch.dtype) else value
+
+    return {key: wide(value) for key, value in inputs.items()}
 
 
 # ---- Module by module.
@@ -206,7 +160,7 @@ def test_same_results(name, dtype, device):
     module, inputs = make(name, device, dtype)
     # FP32LayerNorm takes float64 through float32.
     tolerance = 1e-6 if dtype == torch.float32 or "FP32" in repr(module) else 1e-14
-    same(results(swapped(module), inputs), results(module, inputs), tolerance)
+    same(outcome(swapped(module), inputs), outcome(module, inputs), tolerance)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -224,12 +178,12 @@ def test_dtypes_that_differ(name, dtype, x_dtype, device):
     x = "hidden_states" if name in ("cogview4", "zero_x") else "x"
     inputs[x] = inputs[x].to(x_dtype)
     try:
-        expected = results(module, inputs)
+        expected = outcome(module, inputs)
     except RuntimeError:  # a swapped module need not fail where diffusers' does
         assert "FP32" not in repr(module)  # which takes any
         return
     coarsest = max(torch.finfo(d).eps for d in (dtype, x_dtype, torch.float32))
-    same(results(swapped(module), inputs), expected, 8 * coarsest)
+    same(outcome(swapped(module), inputs), expected, 8 * coarsest)
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
@@ -239,10 +193,10 @@ def test_autocast(name, x_dtype, device):
     inputs = {key: x.to(x_dtype) if is_floating(x) else x for key, x in inputs.items()}
     with torch.autocast(device, torch.bfloat16):
         try:
-            expected = results(module, inputs)
+            expected = outcome(module, inputs)
         except RuntimeError:
             pytest.skip("diffusers itself fails")
-        same(results(swapped(module), inputs), expected, 8 * torch.finfo(torch.bfloat16).eps)
+        same(outcome(swapped(module), inputs), expected, 8 * torch.finfo(torch.bfloat16).eps)
 
 
 @pytest.fixture
@@ -279,8 +233,8 @@ def test_swap_and_unswap(name):
     check_swap_and_unswap(module, swap_layer_norm, unswap_layer_norm, "FusedLayerNorm")
     new = swapped(module)
     for copied in copies(new):
-        same(results(copied, inputs), results(new, inputs), 0)
-    same(results(unswap_layer_norm(new), inputs), results(module, inputs), 0)
+        same(outcome(copied, inputs), outcome(new, inputs), 0)
+    same(outcome(unswap_layer_norm(new), inputs), outcome(module, inputs), 0)
 
 
 @pytest.mark.parametrize(
@@ -291,9 +245,9 @@ def test_compiled(name, device):
     torch._dynamo.reset()
 
     def compiled(model, inputs):
-        return by_name(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
+        return torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs)
 
-    same(results(swapped(module), inputs, compiled), results(module, inputs), 1e-6)
+    same(outcome(swapped(module), inputs, compiled), outcome(module, inputs), 1e-6)
 
 
 # Modules whose forwards torch.fx can trace, diffusers' and ours. It cannot trace embeddings of
@@ -316,7 +270,7 @@ def test_modulations_that_enlarge_the_input(name, x, device, calls):
     """Diffusers allows one image under two prompts, which the operators do not."""
     module, inputs = make(name, device)
     inputs[x] = inputs[x][:1]
-    same(results(swapped(module), inputs), results(module, inputs), 1e-6)
+    same(outcome(swapped(module), inputs), outcome(module, inputs), 1e-6)
     assert not calls
 
 
@@ -329,15 +283,15 @@ def test_hooks_of_the_norm_run(device, calls):
     handle = new.norm.register_forward_hook(lambda norm, args, y: 2 * y)
     reference = copy.deepcopy(module)
     reference.norm.register_forward_hook(lambda norm, args, y: 2 * y)
-    same(results(new, inputs), results(reference, inputs), 1e-6)
+    same(outcome(new, inputs), outcome(reference, inputs), 1e-6)
     assert not calls
     handle.remove()
-    same(results(new, inputs), results(module, inputs), 1e-6)
+    same(outcome(new, inputs), outcome(module, inputs), 1e-6)
     assert calls
     for register in ("register_forward_pre_hook", "register_full_backward_hook"):
         seen: list[tuple] = []
         handle = getattr(new.norm, register)(lambda *args, seen=seen: seen.append(args))
-        results(new, inputs)
+        outcome(new, inputs)
         handle.remove()
         assert len(seen) == 1, register
 
@@ -372,7 +326,7 @@ def test_a_norm_that_computes_something_else_is_called(how, device, calls):
     for module in (stock, new):
         module.device = device
         CHANGES[how](module)
-    same(results(new, inputs), results(stock, inputs), 1e-6 if how == "forward" else 0)
+    same(outcome(new, inputs), outcome(stock, inputs), 1e-6 if how == "forward" else 0)
     assert not calls
 
 
@@ -454,11 +408,11 @@ def test_transformer(build, device, calls, exact):
     assert norms
     assert all(map(is_fused, norms))
     assert model.state_dict().keys() == stock.state_dict().keys()
-    found = results(model, inputs, sample)
+    found = outcome(model, inputs, sample)
     assert len(calls) == TRANSFORMERS[build]
-    expected = results(stock, inputs, sample)
+    expected = outcome(stock, inputs, sample)
     same(found, expected, 1e-5)
-    same(results(unswap_layer_norm(model), inputs, sample), expected, 0)
+    same(outcome(unswap_layer_norm(model), inputs, sample), expected, 0)
 
 
 @names

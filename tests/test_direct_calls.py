@@ -10,9 +10,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -20,6 +17,7 @@ import torch
 from families import BF16, F16, F32, F64, of_groups, over_channels
 from forms import Calls, leaves, saved_by
 from numerics import Problem, covering, ids, make, modulated, ours
+from processes import run
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
@@ -252,20 +250,19 @@ def test_checkpointing_with_a_mode_in_one_of_forward_and_recomputation(problem, 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("on", "version", "size"), [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 0, 8)])
 def test_the_environment_and_another_table_switch_direct_calls_off(on, version, size):
-    code = (
-        "import ctypes, fused_layernorm, torch\n"
-        "ops, Table = torch.ops.fused_layernorm, ctypes.c_int64 * 6\n"
-        "table = Table(*Table.from_address(ops._kernel_table()))\n"
-        f"table[0] += {version}; table[1] += {size}\n"
-        "library = torch.library.Library('fused_layernorm', 'IMPL')\n"
-        "library.impl('_kernel_table', lambda: ctypes.addressof(table),\n"
-        "             'CompositeExplicitAutograd', allow_override=True)\n"
-        "fused_layernorm.layer_norm(torch.ones(2, 4, device='cuda'), normalized_shape=4)\n"
-        "print(ops._direct_calls(None))\n"
-    )
-    environment = {**os.environ, "FUSED_LAYERNORM_DIRECT": str(on)}
-    command = [sys.executable, "-c", code]
-    found = subprocess.check_output(command, env=environment, text=True).strip()
+    code = """
+        import ctypes, fused_layernorm, torch
+        ops, Table = torch.ops.fused_layernorm, ctypes.c_int64 * 6
+        table = Table(*Table.from_address(ops._kernel_table()))
+        table[0] += VERSION; table[1] += SIZE
+        library = torch.library.Library("fused_layernorm", "IMPL")
+        library.impl("_kernel_table", lambda: ctypes.addressof(table),
+                     "CompositeExplicitAutograd", allow_override=True)
+        fused_layernorm.layer_norm(torch.ones(2, 4, device="cuda"), normalized_shape=4)
+        print(ops._direct_calls(None))
+    """
+    environment = {"FUSED_LAYERNORM_DIRECT": str(on)}
+    found, _ = run(code, environment=environment, VERSION=version, SIZE=size)
     assert found == str(int(on and not version and not size))
 
 

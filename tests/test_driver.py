@@ -63,18 +63,6 @@ def test_an_old_driver_leaves_the_kernels_out(driver):
 
 
 @needs_kernels
-@pytest.mark.skipif(RELEASE[0] < 13, reason="built with a CUDA that runs under these drivers")
-def test_the_way_out_is_one_that_helps(driver):
-    driver(12060)
-    assert "install the released wheel, or build the package" in ops._driver_problem()
-    driver(12020)
-    assert "FUSED_LAYERNORM_COMPRESS=speed" in ops._driver_problem()
-    assert "released wheel" not in ops._driver_problem()
-    driver(11080)
-    assert ops._driver_problem().endswith("update the driver")
-
-
-@needs_kernels
 def test_an_old_driver_is_told_of(driver):
     """A warning, once; the report; and the override, which changes nothing."""
     assert "not used" not in dict(report(facts()))["CUDA kernels"]

@@ -262,18 +262,6 @@ def test_nan_stays_where_pytorch_leaves_it(device, problem):
                 assert torch.equal(result.isnan(), expected[name].isnan()), name
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=ids)
-@pytest.mark.parametrize("rows", [37, 300])
-def test_one_column_gives_bias(device, rows, dtype):
-    t = make(Problem((rows, 1), dtype=dtype), device)
-    t.dy.fill_(1)
-    found = ours(t)
-    assert torch.equal(found["y"], t.bias.expand(rows, 1))
-    assert not found["dx"].any()
-    assert not found["dweight"].any()
-    assert found["dbias"] == rows
-
-
 def test_one_column_and_constant_rows_give_shift(device):
     for cols in (1, 8):
         t = make(modulated((3, 4, cols), affine="none"), device)

@@ -302,9 +302,3 @@ def test_onnx_from_torch_script(device, function, tensors, options, opset):
     kinds = {"h": torch.float16, "f": torch.float32}
     given = (torch.randn(SIZES[t[1]], device=device).to(kinds[t[0]]) for t in tensors.split())
     libraries.check_onnx(model.to(device).eval(), tuple(given), opset_version=opset)
-
-
-def test_onnx_without_the_table_names_the_operator():
-    program = exported(Model("plain"), torch.randn(3, 4, 16))
-    with pytest.raises(torch.onnx.OnnxExporterError, match="fused_layernorm"):
-        to_onnx(program)

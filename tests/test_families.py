@@ -243,12 +243,6 @@ def test_the_strategies_of_group_kernels(call, strategies):
         assert plan["strategy"] == strategy
 
 
-def test_a_group_of_one_number_gives_bias(device):
-    t = make(of_groups((2, 6, 1), 6), device)
-    y = ours(t)["y"]
-    torch.testing.assert_close(y, t.bias[None, :, None].expand(y.shape))
-
-
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 4, 0), (0, 4), (2, 4, 3, 0)])
 def test_statistics_of_groups_of_nothing(device, shape):
     x = torch.empty(shape, device=device)
@@ -552,6 +546,12 @@ def packed_of(qkv, q_weight, k_weight):
     return torch.cat(fl.qkv_norm_rope(2 * qkv, q_weight, k_weight, cos, sin, 1e-6, seq_dim=2), 1)
 
 
+def packed_in_rows_of(qkv):
+    how: Any = {"head_dim": 16, "num_kv_heads": 1, "layout": "h3d"}
+    q, k, v = fl.qkv_norm_rope(qkv, None, None, *qkv.new_ones(2, 5, 8), **how)
+    return q + k + v
+
+
 def groups_of(x, weight, bias):
     return fl.group_norm(x, 3, weight, bias, activation="silu")
 
@@ -573,7 +573,8 @@ class Traced(nn.Module):
 IMAGES = [(2, 6, 4, 4), (2, 1, 4, 4), (2, 6, 1, 1)]
 TRACED: list[Any] = [  # functions, and the shapes of their tensors
     (heads_of, [(2, 5, 6, 64), (2, 5, 2, 64), (64,), (64,)]),
-    (packed_of, [(2, 5, 3, 2, 16), (16,), (16,)]), (groups_of, [IMAGES[0], (6,), (6,)]),
+    (packed_of, [(2, 5, 3, 2, 16), (16,), (16,)]), (packed_in_rows_of, [(2, 5, 64)]),
+    (groups_of, [IMAGES[0], (6,), (6,)]),
     *((channels_of, [shape, shape[1:2], shape[1:2]]) for shape in IMAGES),
     *((functools.partial(gated, i), [(4, 16), (4, 16), (16,), (16,)]) for i in (0, 5)),
 ]  # fmt: skip
@@ -592,7 +593,7 @@ def test_compile_and_export(device, function, shapes, channels_last):
     dy = torch.randn_like(y)
     expected = [y, *torch.autograd.grad(y, leaves, dy)]
     ways: list[Any] = [{"backend": "aot_eager"}, {"backend": "aot_eager", "dynamic": True}]
-    if function in (heads_of, packed_of):
+    if function in (heads_of, packed_of, packed_in_rows_of):
         ways.append({"backend": "fused_layernorm"})
     for how in ways:
         torch._dynamo.reset()

@@ -500,14 +500,6 @@ def test_rounding_between_float32_and_float32():
     assert torch.equal(result / t["weight"], function(t) / t["weight"])
 
 
-def test_heads_in_the_order_of_attention(device):
-    """Of queries as a view (B, H, S, D) a written-out norm has the view's strides: it is left."""
-    t = tensors(BF16, device=device)
-    t["x"] = torch.randn(B, S, 3 * D, device=device).bfloat16().requires_grad_()
-    text = "norm(x.view(B, -1, 3, D).transpose(1, 2), weight), x * 2"
-    check(model(text, llama), t, [None], "", "strides")
-
-
 @pytest.mark.parametrize("shape", [(S, D), (1,), (S, 1), (1, 1, D)])
 def test_weights_of_other_shapes(shape):
     function = model("x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight")
@@ -872,59 +864,41 @@ def test_inductor_feeds_the_operator_in_any_order(channels_last, dynamic):
     assert z.stride() == y.stride()
 
 
-def test_explain_names_the_norms(device):
-    text = str(fl.explain(model("h = residual + x; norm(h, weight), h", llama), tensors(BF16)))
-    assert "RMSNorm written out" in text
-    assert 'aten_add_layer_norm, "rms" [1]' in text
-    assert "1 norm in 1 graph, 1 replaced" in text
-    text = str(fl.explain(Block(), torch.randn(1, 16, 4, 4), then="eager"))
-    assert "group_norm" in text
-    assert "activation" in text
-
-
 # ---- Graphs of torch.export ---------------------------------------------------------------------
 
 
-class Modulated(nn.Module):
-    def __init__(self):
+class Program(nn.Module):
+    def __init__(self, text):
         super().__init__()
-        self.norm = nn.LayerNorm(D, elementwise_affine=False, eps=1e-6)
+        self.function = model(text, llama=llama)
 
-    def forward(self, x, residual, mod):
-        shift, scale, gate, *_ = mod.chunk(6, dim=1)
-        h = residual + gate.unsqueeze(1) * x
-        return self.norm(h) * (1 + scale[:, None]) + shift[:, None], h
-
-
-class OfRoots(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.RMSNorm(D, eps=1e-6)
-        self.weight = nn.Parameter(torch.randn(D))
-
-    def forward(self, x, residual, mod):
-        h = x + residual
-        return llama(h, self.weight), self.norm(x) * 2
+    def forward(self, t):
+        return self.function(t)
 
 
 def _decomposed(x, shape, weight=None, eps=None):
     return torch.ops.aten._fused_rms_norm.default(x, shape, weight, eps)[0]
 
 
+# A program, the dtype of its tensors, and the operators that it gets.
+EXPORTED = [
+    (GATED_AND_MODULATED, F32, [ADD_ADA]),
+    ("h = x + residual; llama(h, weight), F.rms_norm(x, (D,), bias, 1e-6) * 2", BF16, [ADD, LN]),
+]
+
+
 @pytest.mark.parametrize("decomposed", [False, True])
-@pytest.mark.parametrize("make", [Modulated, OfRoots])
-def test_exported_graphs(make, decomposed):
-    dtype = F32 if make is Modulated else BF16
-    module = make().to(dtype)
-    args = tuple(torch.randn(shape).to(dtype) for shape in ((B, S, D), (B, S, D), (B, 6 * D)))
-    program = torch.export.export(module, args)
+@pytest.mark.parametrize(("text", "dtype", "operators"), EXPORTED)
+def test_exported_graphs(text, dtype, operators, decomposed):
+    t = detached(tensors(dtype))
+    program = torch.export.export(Program(text), (t,))
     if decomposed:
-        table: Any = {torch.ops.aten.rms_norm.default: _decomposed} if make is OfRoots else {}
+        table: Any = {torch.ops.aten.rms_norm.default: _decomposed} if dtype is BF16 else {}
         program = program.run_decompositions(table)
     fused = program.module()
     assert fl.fuse(fused, then="eager") is fused
-    assert sorted(operators_of(fused)) == ([ADD_ADA] if make is Modulated else [ADD, LN])
-    torch.testing.assert_close(fused(*args), module(*args))
+    assert sorted(operators_of(fused)) == operators
+    torch.testing.assert_close(fused(t), model(text, llama=llama)(t))
 
 
 def test_fuse_of_another_word():

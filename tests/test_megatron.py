@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fused_layernorm.megatron: the interface of Megatron-LM's norm slots, and, if megatron-core is
-installed, one of its transformer layers with our norms in its slots."""
+"""fused_layernorm.megatron: the interface of Megatron-LM's norm slots."""
 
 import copy
 import re
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from forms import Names
-from torch import distributed, nn
+from torch import nn
 from torch.testing import assert_close
 
 import fused_layernorm
@@ -162,75 +161,3 @@ def test_what_megatron_relies_on(device, normalization, zero_centered, parallel)
 def test_refuses_what_it_cannot_do(cls, changes, arguments, sentence):
     with pytest.raises(ValueError, match=re.escape(f"expected {sentence}")):
         cls(Config(**changes), HIDDEN, **arguments)
-
-
-# --- Megatron-LM itself ---------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
-    """Mixes its inputs in place of Megatron's core attention, which runs only on CUDA."""
-
-    def __init__(self, config, layer_number, **kwargs):
-        super().__init__()
-
-    def forward(self, query, key, value, *args, **kwargs):
-        return (query + key.flip(0) * value).flatten(2)
-
-
-@pytest.fixture
-def megatron():
-    """Sets up Megatron in one process. Yields a function that makes a layer with a given norm."""
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.spec_utils import build_module
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    store = distributed.HashStore()  # type: ignore[attr-defined]
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-
-    def make(norm, **options):
-        off = ("bias_dropout_fusion", "gradient_accumulation_fusion", "persist_layer_norm")
-        config = TransformerConfig(
-            num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True,
-            hidden_dropout=0.0, attention_dropout=0.0, **dict.fromkeys(off, False), **options,
-        )  # fmt: skip
-        spec = get_gpt_layer_local_spec(normalization="LayerNorm", qk_layernorm=True)
-        slots = spec.submodules
-        slots.input_layernorm = slots.pre_mlp_layernorm = norm
-        attention = slots.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = norm
-        attention.core_attention = Attention
-        return build_module(spec, config=config, layer_number=1)
-
-    yield make
-    parallel_state.destroy_model_parallel()
-    distributed.destroy_process_group()
-
-
-@pytest.mark.filterwarnings("ignore")  # Megatron warns of packages that are not installed
-@NORMALIZATIONS
-def test_in_a_transformer_layer_of_megatron(megatron, normalization):
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    stock, fused = (
-        megatron(norm, normalization=normalization) for norm in (WrappedTorchNorm, FusedNorm)
-    )
-    kind = {"LayerNorm": FusedLayerNorm, "RMSNorm": FusedRMSNorm}[normalization]
-    norms = [module for module in fused.modules() if isinstance(module, kind)]
-    assert [norm.normalized_shape for norm in norms] == [(HIDDEN,), (12,), (12,), (HIDDEN,)]
-    fused.load_state_dict(stock.state_dict())
-    of_zero = megatron(FusedNorm, normalization=normalization, layernorm_zero_centered_gamma=True)
-    weights = {name: w - 1 for name, w in stock.state_dict().items() if "layernorm.weight" in name}
-    of_zero.load_state_dict(stock.state_dict() | weights)
-
-    x, dy = torch.randn(2, 6, 2, HIDDEN)
-    grads = []
-    for layer in (stock, fused, of_zero):
-        own_x = x.clone().requires_grad_()
-        y, _ = layer(own_x, attention_mask=None)
-        y.backward(dy)
-        grads.append([y.detach(), own_x.grad, *(p.grad for p in layer.parameters())])
-    for found in grads[1:]:
-        assert_close(found, grads[0], rtol=1e-4, atol=1e-5)

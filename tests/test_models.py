@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers, timm, torchvision and diffusers, tiny and with random weights.
+"""Models of transformers, timm and torchvision, tiny and with random weights (those of diffusers
+are in test_diffusers.py).
 
 They run swapped and overridden without other changes: `swap_layer_norm` changes only the class of
 their norms, and `override_aten` nothing. Without a GPU the override is tested on the CPU's dispatch
@@ -11,9 +12,8 @@ from functools import partial
 
 import libraries
 import pytest
-import tiny_diffusers
 import torch
-from tiny_transformers import bert, gpt2, make, vit
+from tiny_transformers import bert, gpt2, vit
 from torch import nn
 
 import fused_layernorm
@@ -30,43 +30,15 @@ STEPS = 3
 # ---- The models: each function returns (a module whose output has a loss, its inputs).
 
 
-def convnext():
-    sizes = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "image_size": 32}
-    model = make("ConvNextConfig", "ConvNextForImageClassification", drop_path_rate=0.0, **sizes)
-    return model, {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}
-
-
 class Loss(nn.Module):
     """Makes any model return its loss as those of transformers do."""
 
-    def __init__(self, model, loss=lambda output: output.sample.square().mean()):
+    def __init__(self, model, loss):
         super().__init__()
         self.model, self.loss = model, loss
 
     def forward(self, **inputs):
         return type("Output", (), {"loss": self.loss(self.model(**inputs))})
-
-
-def sam():
-    vision = {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2,
-              "num_attention_heads": 2, "image_size": 32, "patch_size": 8, "mlp_dim": 64,
-              "num_pos_feats": 8, "window_size": 2, "global_attn_indexes": [1]}  # fmt: skip
-    prompts = {"hidden_size": 16, "image_size": 32, "patch_size": 8, "image_embedding_size": 4,
-               "mask_input_channels": 8}  # fmt: skip
-    decoder = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 32,
-               "iou_head_hidden_dim": 16}  # fmt: skip
-    model = make("SamConfig", "SamModel", vision_config=vision, prompt_encoder_config=prompts,
-                 mask_decoder_config=decoder)  # fmt: skip
-    inputs = {
-        "pixel_values": torch.randn(2, 3, 32, 32),
-        "input_points": torch.rand(2, 1, 2, 2) * 32,
-        "input_masks": torch.randn(2, 1, 16, 16),
-    }
-
-    def loss(output):
-        return output.pred_masks.square().mean() + output.iou_scores.square().mean()
-
-    return Loss(model, loss), inputs
 
 
 def classifier(model, size):
@@ -84,13 +56,9 @@ PLAIN = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_head
 STAGES = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)}
 TIMM: dict[str, tuple[str, int, dict]] = {
     "timm_vit": ("vit_tiny_patch16_224", 16, PLAIN),
-    "timm_deit3": ("deit3_small_patch16_224", 16, PLAIN),
-    "timm_eva": ("eva02_tiny_patch14_224", 16, PLAIN),
     "timm_convnext": ("convnext_atto", 32, STAGES),
     "timm_convnext_tiny": ("convnext_tiny", 32, STAGES),
-    "timm_swin": ("swin_tiny_patch4_window7_224", 56,
-        {"img_size": 56, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4)}),
-}  # fmt: skip
+}
 
 
 def timm_model(name, **options):
@@ -105,32 +73,10 @@ def torchvision_convnext():
     return classifier(convnext.ConvNeXt(blocks, num_classes=5), 32)
 
 
-def torchvision_vit():
-    models = libraries.get("torchvision").models
-    sizes = {"image_size": 16, "patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 32}
-    model = models.VisionTransformer(mlp_dim=64, num_classes=5, **sizes)
-    nn.init.normal_(model.heads.head.weight)  # its initial zeros would make all gradients zero
-    return classifier(model, 16)
-
-
-def diffusers_dit():
-    """AdaLayerNormZero in every block, whose inner norm has no parameters."""
-    model, inputs = tiny_diffusers.dit()
-    return Loss(model).eval(), inputs  # in training mode some of the labels are dropped at random
-
-
-def diffusers_wan():
-    """FP32LayerNorm, with and without parameters."""
-    model, inputs = tiny_diffusers.wan()
-    return Loss(model), inputs
-
-
-MODELS = {
-    f.__name__: f
-    for f in (bert, gpt2, vit, convnext, sam, torchvision_convnext, torchvision_vit, diffusers_dit,
-              diffusers_wan)
-} | {name: partial(timm_model, name) for name in TIMM}  # fmt: skip
-CONVOLUTIONAL = ("convnext", "timm_convnext", "timm_convnext_tiny", "torchvision_convnext")
+MODELS = {f.__name__: f for f in (bert, gpt2, vit, torchvision_convnext)} | {
+    name: partial(timm_model, name) for name in TIMM
+}
+CONVOLUTIONAL = ("timm_convnext", "timm_convnext_tiny", "torchvision_convnext")
 
 
 def norms_of(model):
@@ -212,11 +158,9 @@ def test_swapped_channels_last(model_and_inputs):
     same(gradients(swapped, inputs), gradients(stock, inputs))
 
 
-@pytest.mark.parametrize("name", ["timm_vit", "timm_swin"])
-def test_norm_layer_of_timm(name, device):
-    """timm's models take FusedLayerNorm as the class of their norms."""
+def test_norm_layer_of_timm(device):
     (stock, inputs), (fused, _) = (
-        timm_model(name, norm_layer=norm_layer) for norm_layer in (nn.LayerNorm, FusedLayerNorm)
+        timm_model("timm_vit", norm_layer=cls) for cls in (nn.LayerNorm, FusedLayerNorm)
     )
     assert len(norms_of(fused)) == len(norms_of(stock)) > 0
     assert {type(norm) for norm in norms_of(fused)} == {FusedLayerNorm}

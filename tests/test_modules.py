@@ -7,12 +7,11 @@ import io
 import itertools
 import math
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from processes import run
 from swaps import copies, operators_of, saved_and_loaded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -376,9 +375,10 @@ def test_a_checkpoint_may_be_recomputed_without_the_mode_of_forward(device, cls)
 
 
 def test_a_tool_that_replaced_a_function_before_the_import_sees_the_calls():
-    code = """import torch; F = torch.nn.functional; own, seen = F.layer_norm, []
-F.layer_norm = lambda *args: seen.append(args) or own(*args)
-import fused_layernorm
-fused_layernorm.swap_norms(torch.nn.LayerNorm(8))(torch.randn(3, 8))
-assert len(seen) == 1"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run("""
+        import torch; F = torch.nn.functional; own, seen = F.layer_norm, []
+        F.layer_norm = lambda *args: seen.append(args) or own(*args)
+        import fused_layernorm
+        fused_layernorm.swap_norms(torch.nn.LayerNorm(8))(torch.randn(3, 8))
+        assert len(seen) == 1
+    """)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""setup.py: the nvcc that it takes, the architectures, the oldest driver, the name; conftest.py."""
+"""setup.py: the nvcc that it takes, the architectures, the oldest driver, the name."""
 
 import importlib
 import importlib.metadata
@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import conftest
 import numerics
 import pytest
 import setuptools
@@ -204,15 +203,6 @@ def test_the_torch_that_is_there_is_imported_and_no_plugin(backend, tmp_path):
         importlib.metadata.version("plugin_of_setuptools")
 
 
-def test_a_build_says_which_torch_it_is_for(functions):
-    summary = functions.per_torch.summary
-    assert summary({"2.12": Path(), "2.13": Path()}).startswith(
-        "autograd in C++ for torch 2.12 2.13; under any other release it runs in Python"
-    )
-    assert "for no torch; under any release it runs in Python" in summary({})
-    assert "pip install --no-deps --force-reinstall ." in summary({})
-
-
 def test_wheel_and_library_are_of_no_python(functions):
     wheel = functions.BdistWheel(setuptools.Distribution({"ext_modules": [functions.extension]}))
     wheel.finalize_options()
@@ -223,19 +213,6 @@ def test_wheel_and_library_are_of_no_python(functions):
     path = build.get_ext_filename(functions.extension.name)
     assert Path(path) == Path("fused_layernorm/libfused_layernorm.so")
     assert "torch_python" not in functions.extension.libraries
-
-
-def _by_name():
-    numerics.check(numerics.Problem((1,)), "cuda")
-
-
-def _by_method():
-    torch.ones(1).cuda()
-
-
-def test_a_test_that_uses_cuda_is_seen():
-    for function, uses in ((_by_name, True), (_by_method, True), (numerics.make, False)):
-        assert conftest.uses_cuda(SimpleNamespace(function=function)) == uses
 
 
 @pytest.mark.parametrize("strength", [1, 2, 3])

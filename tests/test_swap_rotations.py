@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from swaps import copies, fused
+from tiny_transformers import decoder
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,25 +19,12 @@ from fused_layernorm import stock, swap_norms, unswap_norms
 from fused_layernorm.swap import packed as swap_packed
 from fused_layernorm.swap import rotations as swap_rotations
 
-transformers = libraries.get("transformers")
+libraries.get("transformers")  # or all tests here are skipped
 
-# Of a model: its class, options of its config, and whether norms of heads are part of the kernel,
-# or which cut q, k and v out of one tensor.
-MODELS = {
-    "Llama": ("LlamaForCausalLM", {}, False),
-    "Qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}, True),
-    "Gemma3Text": ("Gemma3ForCausalLM", {"head_dim": 16}, True),
-    "Olmo2": ("Olmo2ForCausalLM", {}, False),
-    "Phi3": ("Phi3ForCausalLM", {}, "one tensor"),
-    "GPTNeoX": ("GPTNeoXForCausalLM", {}, "one tensor"),
-    "Glm": ("GlmForCausalLM", {"head_dim": 8}, False),
-    "Cohere": ("CohereForCausalLM", {}, False),
-}
-SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+# Of a model: whether norms of heads are part of the kernel, or which cut q, k and v out of one
+# tensor.
+MODELS = {"Llama": False, "Qwen3": True, "Gemma3": True, "Olmo2": False, "Phi3": "one tensor",
+          "GPTNeoX": "one tensor", "Glm": False, "Cohere": False}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +49,8 @@ def calls(monkeypatch):
 
 
 def make(name, device="cpu", dtype=torch.float32):
-    cls, options, _ = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
-    model = getattr(transformers, cls)(config).eval()
+    model = decoder(name, "Gemma3TextConfig" if name == "Gemma3" else None)[0].eval()
     for parameter in model.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
     return model.to(device, dtype)
@@ -91,7 +77,7 @@ def test_models(name, device, calls):
     swap_norms(model, neighbours=True)
     assert len(rotating(model)) == 2
     torch.testing.assert_close(run(model), stock, rtol=2e-4, atol=1e-5)
-    assert calls == [MODELS[name][2]] * 2
+    assert calls == [MODELS[name]] * 2
     for other in copies(model):
         assert len(rotating(other)) == 2
         assert torch.equal(run(other)[0], run(model)[0])

@@ -2,14 +2,12 @@
 """What the workflows may run: whose code, on which machine, and what a release publishes."""
 
 import re
-import runpy
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-LOCKS = sorted((ROOT / "ci" / "locks").glob("*.txt"))
 pytestmark = pytest.mark.skipif(not FILES, reason="no workflows here")
 
 
@@ -61,24 +59,3 @@ def test_what_is_published_is_named():
     options = [step.get("with", {}) for step in jobs["publish"]["steps"]]
     assert not any({"pattern", "merge-multiple", "artifact-ids"} & set(given) for given in options)
     assert [name for name, job in jobs.items() if "permissions" in job] == ["publish"]
-
-
-@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
-def test_locks_hold_their_group_by_version_and_hash(path):
-    text = path.read_text().replace("\\\n", " ")
-    locked = [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
-    form = r"[\w.-]+==[\w.!+-]+( ; .*?)?( +--hash=sha256:[0-9a-f]{64})+ *"
-    assert locked
-    assert [line for line in locked if not re.fullmatch(form, line)] == []
-    project = (ROOT / "pyproject.toml").read_text()
-    group = re.search(rf"^{path.stem} = \[(.*)\]$", project, re.MULTILINE)
-    assert group is not None
-    wanted = {re.match(r"[\w-]+", each)[0] for each in re.findall(r'"(.*?)"', group[1])}  # type: ignore[index]
-    assert wanted <= {re.split("==", line)[0] for line in locked}
-
-
-def test_the_headers_of_torch_are_named_by_hash():
-    releases = runpy.run_path(str(ROOT / "build_tools" / "per_torch.py"))["RELEASES"]
-    digests = [digest for of_both in releases.values() for digest in of_both]
-    assert len(set(digests)) == 2 * len(releases)
-    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
