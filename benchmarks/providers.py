@@ -140,6 +140,12 @@ PEERS = {
             t["x"], _shape(t), t["weight"], t["bias"], EPS),
         "rms_": lambda t: _of("cudnn.ops.norm.rmsnorm", "rms_norm")(t["x"], t["weight"], None, EPS),
     }),
+    "fla": Peer("fla.modules.norm", "fla-core", {
+        "rms_": lambda t: _of("fla.modules.norm.layernorm", "rms_norm")(
+            t["x"], t["weight"], None, eps=EPS),
+        "gated_": lambda t: _of("fla.modules.norm.fused_norm_gate", "rms_norm_gated")(
+            t["x"], t["gate"], t["weight"], None, "silu", eps=EPS),
+    }),
     # Its sum and its norm take the places of residual and x.
     "flashinfer": Peer("flashinfer.norm", "flashinfer-python", {
         "rms_": lambda t: _of("flashinfer.norm", "rmsnorm")(t["x"], t["weight"], EPS),

@@ -79,8 +79,9 @@ README_STEPS = (
     ("nnU-Net-like 3-D", "training", "training an nnU-Net"),
 )
 OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; other times are peers'
-OTHERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN", "liger": "Liger",
-          "flashinfer": "FlashInfer", "llama": "transformers' Llama class"}  # fmt: skip
+OTHERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN", "fla": "FLA",
+          "flashinfer": "FlashInfer", "liger": "Liger",
+          "llama": "transformers' Llama class"}  # fmt: skip
 
 
 # --- words and numbers ----------------------------------------------------------------------------
