@@ -124,15 +124,8 @@ struct Written {
 // they then have what PyTorch's kernels give.
 void allocate_statistics(const NormArguments& a, DataType type, Results& out) {
   const Tensor& x = *a.input;
-  std::vector<int64_t> sizes(x.sizes().data(), x.sizes().data() + x.dim());
-  if (has_groups(a)) {
-    sizes = {sizes[0], a.options.num_groups};
-  } else {
-    const int64_t size = a.options.group_size;
-    const int64_t groups = size == 0 ? 1 : sizes.back() / size;
-    std::fill(sizes.begin() + leading_of(a), sizes.end(), 1);
-    if (is_gated_norm(a)) sizes.back() = groups;
-  }
+  std::vector<int64_t> sizes(x.dim());
+  sizes.resize(statistics_sizes(a.options, x.sizes().data(), x.dim(), sizes.data()));
   const ScalarType of = scalar_type(statistics_type(type));
   const auto statistic = [&](double of_nothing) {
     Tensor made = empty(x, sizes.data(), static_cast<int64_t>(sizes.size()), of);
