@@ -189,14 +189,17 @@ struct GradientField {
   std::string_view flag;
   bool NormResults<bool>::* needed;
   T NormResults<T>::* member;
+  bool NormCall::* is_wide = nullptr;  // of a modulation
 };
 template <class T, class All = NormTensors<T>, class Results = NormResults<T>>
 constexpr GradientField<T> kGradientFields[] = {
     {"x", &All::x, "needs_dx", &Needs::dx, &Results::dx},
     {"input", &All::input, "needs_dinput", &Needs::dinput, &Results::dinput},
-    {"gate", &All::gate, "needs_dgate", &Needs::dgate, &Results::dgate},
-    {"shift", &All::shift, "needs_dshift", &Needs::dshift, &Results::dshift},
-    {"scale", &All::scale, "needs_dscale", &Needs::dscale, &Results::dscale},
+    {"gate", &All::gate, "needs_dgate", &Needs::dgate, &Results::dgate, &NormCall::dgate_is_wide},
+    {"shift", &All::shift, "needs_dshift", &Needs::dshift, &Results::dshift,
+     &NormCall::dshift_is_wide},
+    {"scale", &All::scale, "needs_dscale", &Needs::dscale, &Results::dscale,
+     &NormCall::dscale_is_wide},
     {"weight", &All::weight, "needs_dweight", &Needs::dweight, &Results::dweight},
     {"bias", &All::bias, "needs_dbias", &Needs::dbias, &Results::dbias}};
 
