@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Maps PyTorch's data types to those of the kernels, and back.
+// Maps PyTorch's data types to those of the kernels, and back, and tensors to their descriptions.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -33,6 +33,18 @@ inline torch::headeronly::ScalarType scalar_type(DataType type) {
   constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16,
                                    ScalarType::Double};
   return kTypes[static_cast<int>(type)];
+}
+
+// A tensor of either library in a description.
+template <class Tensor>
+RawTensor raw_of(const Tensor& tensor, int16_t device) {
+  return {tensor.const_data_ptr(),
+          tensor.sizes().data(),
+          tensor.strides().data(),
+          tensor.dim(),
+          data_type_or_none(tensor.scalar_type()),
+          device,
+          tensor.is_contiguous()};
 }
 
 }  // namespace fused_layernorm

@@ -181,36 +181,45 @@ void describe(const NormTensors<T>& tensors, NormTensors<RawTensor>& into, const
   }
 }
 
-// The flags of a backward operator, and in their order its results.
+// The gradients of tensors: the flags of a backward operator, and in their order its results.
 template <class T>
 struct GradientField {
+  std::string_view of_name;
+  T NormTensors<T>::* of;
   std::string_view flag;
   bool NormResults<bool>::* needed;
   T NormResults<T>::* member;
+  bool NormCall::* is_wide = nullptr;  // of a modulation
 };
-template <class T, class All = NormResults<T>>
-constexpr GradientField<T> kGradientFields[] = {{"needs_dx", &Needs::dx, &All::dx},
-                                                {"needs_dinput", &Needs::dinput, &All::dinput},
-                                                {"needs_dgate", &Needs::dgate, &All::dgate},
-                                                {"needs_dshift", &Needs::dshift, &All::dshift},
-                                                {"needs_dscale", &Needs::dscale, &All::dscale},
-                                                {"needs_dweight", &Needs::dweight, &All::dweight},
-                                                {"needs_dbias", &Needs::dbias, &All::dbias}};
+template <class T, class All = NormTensors<T>, class Results = NormResults<T>>
+constexpr GradientField<T> kGradientFields[] = {
+    {"x", &All::x, "needs_dx", &Needs::dx, &Results::dx},
+    {"input", &All::input, "needs_dinput", &Needs::dinput, &Results::dinput},
+    {"gate", &All::gate, "needs_dgate", &Needs::dgate, &Results::dgate, &NormCall::dgate_is_wide},
+    {"shift", &All::shift, "needs_dshift", &Needs::dshift, &Results::dshift,
+     &NormCall::dshift_is_wide},
+    {"scale", &All::scale, "needs_dscale", &Needs::dscale, &Results::dscale,
+     &NormCall::dscale_is_wide},
+    {"weight", &All::weight, "needs_dweight", &Needs::dweight, &Results::dweight},
+    {"bias", &All::bias, "needs_dbias", &Needs::dbias, &Results::dbias}};
 
-// The position of each flag in an operator.
-template <class Op>
+// The position in an operator of each flag, and of each tensor whose gradient it is.
+template <class Op, bool kFlags>
 constexpr auto kGradientPositions = [] {
   std::array<size_t, std::size(kGradientFields<int>)> positions = {};
   for (size_t i = 0; i < positions.size(); ++i) {
-    positions[i] = position_of(Op::kSchema, kGradientFields<int>[i].flag);
+    const auto& field = kGradientFields<int>[i];
+    positions[i] = kFlags ? position_of(Op::kSchema, field.flag)
+                          : tensor_of(Op::kSchema, field.of_name).position;
   }
   return positions;
 }();
-// Calls a function with the position of every flag that a backward operator has, and its field.
-template <class Op, class T, class Function>
+// Calls a function with the position of every flag that a backward operator has, or of every tensor
+// with a gradient that a forward operator has, and its field.
+template <class Op, class T, bool kFlags = true, class Function>
 void each_gradient(const Function& function) {
   for (size_t i = 0; i < std::size(kGradientFields<T>); ++i) {
-    const size_t position = kGradientPositions<Op>[i];
+    const size_t position = kGradientPositions<Op, kFlags>[i];
     if (position != kAbsent) function(position, kGradientFields<T>[i]);
   }
 }
@@ -223,7 +232,7 @@ constexpr bool kIsForward = Op::kInput != kAbsent && Op::kWeight != kAbsent &&
 template <class Op>
 constexpr bool is_backward() {
   size_t next = Op::kNeedsDx;
-  for (const size_t position : kGradientPositions<Op>) {
+  for (const size_t position : kGradientPositions<Op, true>) {
     if (position != kAbsent && position != next++) return false;
   }
   return Op::kDy != kAbsent && Op::kX != kAbsent && Op::kRstd != kAbsent &&
@@ -295,6 +304,8 @@ NormOptions read_options(Stack&& stack) {
       into = stack.flag(position);
     }
   });
+  // Zero says of a call that it has no groups; it is as wrong as any number below one.
+  if (Op::kHasGroups && options.num_groups == 0) options.num_groups = -1;
   if constexpr (Op::kActivation != kAbsent) {
     if (const auto name = stack.name_if_any(Op::kActivation)) {
       options.activation = activation_of(*name);

@@ -110,6 +110,19 @@ struct NormCall : NormTensors<RawTensor> {
   bool is_modulated() const { return shift || scale || gate; }
 };
 
+// The sizes of mean and rstd, from those of x: sets them, one for each dimension, and returns how
+// many there are.
+inline int64_t statistics_sizes(const NormOptions& options, const int64_t* x, int64_t dims,
+                                int64_t* into) {
+  const bool gated = options.gate_place != GatePlace::kInput;
+  const int64_t leading = dims - (gated ? 1 : options.normalized_ndim);
+  for (int64_t d = 0; d < dims; ++d) into[d] = d < leading ? x[d] : 1;
+  if (options.group_size > 0) into[leading] = x[leading] / options.group_size;
+  if (options.num_groups == 0) return dims;
+  into[1] = options.num_groups;
+  return 2;
+}
+
 // ---- Direct calls
 
 // Raised whenever a struct of this file or the meaning of a field changes.

@@ -13,34 +13,24 @@ namespace fused_layernorm {
 namespace {
 
 // Passes a plan to the launch function of its strategy.
-cudaError_t enqueue(const GateParams& params, const DataTypes& types, const backward::Gate& plan,
+template <typename Params, typename Plan>
+cudaError_t enqueue(const Params& params, const DataTypes& types, const Plan& plan,
                     cudaStream_t stream) {
-  return launch_gate_backward(params, types, plan, stream);
-}
-template <typename Params, typename Strategy>
-cudaError_t enqueue(const Params& params, const DataTypes& types, const Strategy& plan,
-                    cudaStream_t stream) {
-  if constexpr (std::is_same_v<Params, ForwardParams>) {
+  if constexpr (requires { std::variant_size<Plan>::value; }) {
+    return std::visit(
+        [&](const auto& strategy) { return enqueue(params, types, strategy, stream); }, plan);
+  } else if constexpr (std::is_same_v<Params, ForwardParams>) {
     return launch_layer_norm_forward(params, types, plan, stream);
-  } else {
+  } else if constexpr (std::is_same_v<Params, BackwardParams>) {
     return launch_layer_norm_backward(params, types, plan, stream);
+  } else if constexpr (std::is_same_v<Params, GateParams>) {
+    return launch_gate_backward(params, types, plan, stream);
+  } else if constexpr (std::is_same_v<Params, GroupParams>) {
+    return launch_group_norm(params, types.x, types.y, plan, stream);
+  } else {
+    return (params.dy ? launch_gated_backward : launch_gated_forward)(params, types.x, plan,
+                                                                      stream);
   }
-}
-template <typename Params, typename... Strategies>
-cudaError_t enqueue(const Params& params, const DataTypes& types,
-                    const std::variant<Strategies...>& plan, cudaStream_t stream) {
-  return std::visit([&](const auto& strategy) { return enqueue(params, types, strategy, stream); },
-                    plan);
-}
-cudaError_t enqueue(const GroupParams& params, const DataTypes& types, const GroupPlan& plan,
-                    cudaStream_t stream) {
-  return launch_group_norm(params, types.x, types.y, plan, stream);
-}
-
-cudaError_t enqueue(const GatedParams& params, const DataTypes& types, const GatedPlan& plan,
-                    cudaStream_t stream) {
-  return params.dy == nullptr ? launch_gated_forward(params, types.x, plan, stream)
-                              : launch_gated_backward(params, types.x, plan, stream);
 }
 
 // What a launch computes, for an error message.
@@ -113,47 +103,30 @@ int64_t workspace_of(const Planned<Plan>& planned) {
   return planned.apart ? std::max(bytes, workspace_of(*planned.apart)) : bytes;
 }
 
-// The outputs of each family's kernels.
-void set_outputs(ForwardParams& params, const NormCall& call) {
-  params.y = call.to.y;
-  params.residual_out = call.to.residual_out;
-  params.mean = call.to.mean;
-  params.rstd = call.to.rstd;
-}
-void set_outputs(BackwardParams& params, const NormCall& call) {
-  params.dx = call.to.dx;
-  params.dweight = call.to.dweight;
-  params.dbias = call.to.dbias;
-  params.dshift = call.to.dshift;
-  params.dscale = call.to.dscale;
-  params.dinput = call.to.dinput;
-  params.dgate = call.to.dgate;
-  params.dshift_is_wide = call.dshift_is_wide;
-  params.dscale_is_wide = call.dscale_is_wide;
-  params.dgate_is_wide = call.dgate_is_wide;
-}
-void set_outputs(GroupParams& params, const NormCall& call) {
-  params.y = call.backward ? call.to.dx : call.to.y;
+void place(void*& output, void* at) { output = at; }
+void place(ChannelGradient& output, void* at) { output.at = at; }
+
+// The outputs that a family's kernels have.
+template <typename Params>
+void set_outputs(Params& p, const NormCall& call) {
+  const NormResults<void*>& to = call.to;
+  if constexpr (requires { p.y; }) p.y = call.backward ? to.dx : to.y;
+  if constexpr (requires { p.residual_out; }) p.residual_out = to.residual_out;
   if (!call.backward) {
-    params.mean = call.to.mean;
-    params.rstd = call.to.rstd;
+    if constexpr (requires { p.mean; }) p.mean = to.mean;
+    if constexpr (requires { p.rstd; }) p.rstd = to.rstd;
   }
-  params.dweight.at = call.to.dweight;
-  params.dbias.at = call.to.dbias;
-  params.dshift.at = call.to.dshift;
-  params.dscale_by.at = call.to.dscale;
-}
-void set_outputs(GatedParams& params, const NormCall& call) {
-  params.y = call.backward ? call.to.dx : call.to.y;
-  if (!call.backward) params.rstd = call.to.rstd;
-  params.dgate = call.to.dgate;
-  params.dweight = call.to.dweight;
-  params.dbias = call.to.dbias;
-}
-void set_outputs(GateParams& params, const NormCall& call) {
-  params.dinput = call.to.dinput;
-  params.dgate = call.to.dgate;
-  params.dgate_is_wide = call.dgate_is_wide;
+  if constexpr (requires { p.dx; }) p.dx = to.dx;
+  if constexpr (requires { p.dweight; }) place(p.dweight, to.dweight);
+  if constexpr (requires { p.dbias; }) place(p.dbias, to.dbias);
+  if constexpr (requires { p.dshift; }) place(p.dshift, to.dshift);
+  if constexpr (requires { p.dscale; }) place(p.dscale, to.dscale);
+  if constexpr (requires { p.dscale_by; }) place(p.dscale_by, to.dscale);
+  if constexpr (requires { p.dinput; }) p.dinput = to.dinput;
+  if constexpr (requires { p.dgate; }) p.dgate = to.dgate;
+  if constexpr (requires { p.dshift_is_wide; }) p.dshift_is_wide = call.dshift_is_wide;
+  if constexpr (requires { p.dscale_is_wide; }) p.dscale_is_wide = call.dscale_is_wide;
+  if constexpr (requires { p.dgate_is_wide; }) p.dgate_is_wide = call.dgate_is_wide;
 }
 
 }  // namespace

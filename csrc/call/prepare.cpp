@@ -2,6 +2,7 @@
 // From the description of a call to a launch's parameters and plan; prepare.h has the contract.
 #include "call/prepare.h"
 
+#include "call/arguments.h"
 #include "call/layout.h"
 #include "call/types.h"
 
@@ -11,7 +12,6 @@ namespace {
 // x's leading dimensions are rows, its others columns.
 struct Norm {
   int64_t leading = 0, rows = 1, cols = 1;
-  std::optional<DataType> parameters;  // the type of all of them
 };
 
 // The norm of a call, unless kernels do not read its parameters as they are.
@@ -26,13 +26,20 @@ std::optional<Norm> norm_of(const NormCall& call, const RawTensor& x) {
       return std::nullopt;
     }
   }
-  for (const RawTensor* parameter :
-       {&call.weight, &call.bias, &call.shift, &call.scale, &call.gate}) {
-    if (!*parameter) continue;
-    if (parameter->type != norm.parameters.value_or(parameter->type)) return std::nullopt;
-    norm.parameters = parameter->type;
-  }
   return norm;
+}
+
+// The types of a call's kernels, unless a type has to be converted for them.
+std::optional<DataTypes> types_of(const NormCall& call) {
+  const Settled settled = settle(call);
+  bool fits = !settled.adds_first && has_kernels(settled.kernel) &&
+              (!call.written || call.written.type == settled.written);
+  for (size_t i = 0; fits && i < kTensorCount; ++i) {
+    const RawTensor& tensor = call.*kTensorFields<RawTensor>[i].member;
+    const DataType read = (settled.read.*kTensorFields<Read>[i].member).type;
+    fits = !tensor || read == kNoDataType || read == tensor.type;
+  }
+  return fits ? std::optional(settled.kernel) : std::nullopt;
 }
 
 // Sets the parameters of kernels that both directions share. False if kernels cannot read a
@@ -151,20 +158,13 @@ bool prepare_forward(const NormCall& call, const Device& device, Prepared& into)
   const NormOptions& options = call.options;
   const RawTensor &input = call.input, &x = call.normalized(), &y = call.written;
   const auto norm = norm_of(call, x);
-  if (!norm) return false;
+  const auto types = norm ? types_of(call) : std::nullopt;
   ForwardParams params;
+  if (!types || !set_norm(params, call, *norm, x)) return false;
+  into.types = *types;
   params.xhat_rounding =
       xhat_rounding_of(options.round_before_weight, static_cast<bool>(call.weight),
                        call.rounded_to == kNoDataType ? input.type : call.rounded_to);
-  const ForwardTypes types =
-      settle_types(input.type, call.residual ? std::optional(x.type) : std::nullopt,
-                   norm->parameters, y.type, params.xhat_rounding != XhatRounding::kNone);
-  if (types.adds_first || types.summand != input.type || types.kernel.y != y.type ||
-      types.kernel.weight != norm->parameters.value_or(types.kernel.weight) ||
-      !set_norm(params, call, *norm, x) || !has_kernels(types.kernel)) {
-    return false;
-  }
-  into.types = types.kernel;
   params.eps = Scalar(options.eps);
   params.plain_weight = options.weight_offset == 0.0 && params.xhat_rounding == XhatRounding::kNone;
   if (params.is_modulated && !params.plain_weight) return false;  // it takes more than one kernel
@@ -198,14 +198,10 @@ bool prepare_forward(const NormCall& call, const Device& device, Prepared& into)
 bool prepare_backward(const NormCall& call, const Device& device, Prepared& into) {
   const RawTensor& x = call.x;
   const auto norm = norm_of(call, x);
-  if (!norm || (call.input && call.input.type != x.type)) return false;
-  const DataTypes types = kernel_types(x.type, norm->parameters, call.dy.type);
+  const auto types = norm ? types_of(call) : std::nullopt;
   BackwardParams params;
-  if (types.y != call.dy.type || types.weight != norm->parameters.value_or(types.weight) ||
-      !set_norm(params, call, *norm, x) || !has_kernels(types)) {
-    return false;
-  }
-  into.types = types;
+  if (!types || !set_norm(params, call, *norm, x)) return false;
+  into.types = *types;
   if (!call.options.is_rms) params.mean = call.mean.data;
   params.rstd = call.rstd.data;
 
@@ -228,13 +224,13 @@ bool prepare_backward(const NormCall& call, const Device& device, Prepared& into
   params.has_epilogue =
       params.activates || (call.options.weight_offset != 0.0 && !params.is_modulated);
 
-  Problem problem = problem_of(params, types);
+  Problem problem = problem_of(params, into.types);
   problem.residual = static_cast<bool>(call.dresidual);
   problem.gated = is_gated;
   problem.group_rows = params.group_rows;
   problem.needs_column_grads = needs.columns();
   problem.needs_dparams = needs.columns() || needs.dshift || needs.dscale || is_gated;
-  bool aligned = are_aligned(types, norm->cols);
+  bool aligned = are_aligned(into.types, norm->cols);
   const auto place = [&](const RawTensor& tensor, const void*& data, RowMap& rows) {
     return !tensor || place_rows(tensor, norm->leading, data, rows, aligned);
   };

@@ -34,33 +34,6 @@ bool are_aligned(const DataTypes& types, int64_t cols) {
   return cols * std::min(size_of(types.x), size_of(types.y)) % kVectorBytes == 0;
 }
 
-ForwardTypes settle_types(DataType input, std::optional<DataType> residual,
-                          std::optional<DataType> parameters, DataType y, bool rounds_xhat) {
-  const DataType x = residual.value_or(input);
-  ForwardTypes types{kernel_types(x, parameters, y), input};
-  if (!residual) return types;
-
-  // The type of the input that the kernel adds to the residual (Types::In in norm/types.cuh).
-  const DataType in = x == DataType::kFloat32 ? types.kernel.y : x;
-  if (in == input) return types;
-  if (in == DataType::kFloat32 && is_half(input)) {
-    types.summand = in;  // exact: a half and a float32 are added in float32
-  } else if (x == DataType::kFloat32 && input == DataType::kFloat32) {
-    types.kernel.y = DataType::kFloat32;
-  } else {
-    // The sum is taken first and rounded to the residual's type. If input or residual is float64,
-    // both the sum and the norm are computed in float64.
-    const bool wide = x == DataType::kFloat64 || input == DataType::kFloat64;
-    types.summand = wide ? DataType::kFloat64 : DataType::kFloat32;
-    if (parameters) parameters = types.summand;
-    // Kernels of half-precision x round xhat to no other type than x's.
-    const bool widens = rounds_xhat && is_half(x);
-    types.kernel = kernel_types(wide || widens ? types.summand : x, parameters, y);
-    types.adds_first = true;
-  }
-  return types;
-}
-
 XhatRounding xhat_rounding_of(bool round_before_weight, bool has_weight, DataType input) {
   if (!round_before_weight || !has_weight) return XhatRounding::kNone;
   return input == DataType::kFloat16    ? XhatRounding::kFloat16
@@ -83,26 +56,45 @@ std::optional<DataType> common_type(const NormCall& call) {
   return common;
 }
 
+// Forward of rows with a residual.
+void settle_sum(const NormCall& call, std::optional<DataType> parameters, Settled& s) {
+  const DataType x = call.residual.type, input = call.input.type;
+  // The type of the input that the kernel adds to the residual (Types::In in norm/types.cuh).
+  const DataType in = x == DataType::kFloat32 ? s.kernel.y : x;
+  if (in == input) return;
+  if (in == DataType::kFloat32 && is_half(input)) {
+    s.read.input.type = in;  // exact: a half and a float32 are added in float32
+  } else if (x == DataType::kFloat32 && input == DataType::kFloat32) {
+    s.kernel.y = DataType::kFloat32;
+  } else {
+    // The sum is taken first and rounded to the residual's type. If input or residual is float64,
+    // both the sum and the norm are computed in float64.
+    const bool wide = x == DataType::kFloat64 || input == DataType::kFloat64;
+    s.read.input.type = wide ? DataType::kFloat64 : DataType::kFloat32;
+    if (parameters) parameters = s.read.input.type;
+    // Kernels of half-precision x round xhat to no other type than x's.
+    const bool rounds = xhat_rounding_of(call.options.round_before_weight, bool(call.weight),
+                                         input) != XhatRounding::kNone;
+    s.kernel = kernel_types(wide || (rounds && is_half(x)) ? s.read.input.type : x, parameters,
+                            call.written.type);
+    s.adds_first = true;
+  }
+}
+
 void settle_rows(const NormCall& call, Settled& s) {
+  const DataType x = call.normalized().type;
   s.keeps_order = call.options.keeps_order;
   const auto parameters = common_type(call);
+  s.kernel = kernel_types(x, parameters, call.backward ? call.dy.type : call.written.type);
   if (call.backward) {
-    s.kernel = kernel_types(call.x.type, parameters, call.dy.type);
-    s.written = s.result = call.x.type;
     s.read.dy = {s.kernel.y, Layout::kRows};
-    s.read.x = s.read.dresidual = s.read.input = {kNoDataType, Layout::kRows};
+    s.read.x = s.read.dresidual = s.read.input = {x, Layout::kRows};
+    s.written = s.result = x;
   } else {
-    const RawTensor& input = call.input;
-    const bool rounds = xhat_rounding_of(call.options.round_before_weight, bool(call.weight),
-                                         input.type) != XhatRounding::kNone;
-    const ForwardTypes types =
-        settle_types(input.type, call.residual ? std::optional(call.residual.type) : std::nullopt,
-                     parameters, call.written.type, rounds);
-    s.kernel = types.kernel;
-    s.written = types.kernel.y;
-    s.adds_first = types.adds_first;
-    s.read.input = {types.summand, Layout::kRows};
+    s.read.input = {call.input.type, Layout::kRows};
     s.read.residual = {kNoDataType, Layout::kRows};
+    if (call.residual) settle_sum(call, parameters, s);
+    s.written = s.kernel.y;
   }
   s.read.weight = s.read.bias = {s.kernel.weight, Layout::kColumns};
   s.read.shift = s.read.scale = s.read.gate = {s.kernel.weight, Layout::kModulation};

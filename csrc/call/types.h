@@ -39,18 +39,6 @@ DataType kernel_y_of_gated(DataType x, DataType y);
 // Whether contiguous rows of `cols` columns, of x and of y, begin at multiples of 16 bytes.
 bool are_aligned(const DataTypes& types, int64_t cols);
 
-// The types of a forward pass.
-struct ForwardTypes {
-  DataTypes kernel;
-  // With a residual: the type to which input is cast for a kernel that adds the two. If there is no
-  // such kernel (adds_first), the type in which the sum is taken before the launch.
-  DataType summand;
-  bool adds_first = false;
-};
-
-ForwardTypes settle_types(DataType input, std::optional<DataType> residual,
-                          std::optional<DataType> parameters, DataType y, bool rounds_xhat);
-
 // The type that round_before_weight means for an input of this type.
 XhatRounding xhat_rounding_of(bool round_before_weight, bool has_weight, DataType input);
 

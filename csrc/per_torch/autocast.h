@@ -21,7 +21,7 @@ constexpr bool kRmsNormInFloat32 = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINO
 
 template <class Op>
 void autocast(const OperatorHandle& op, DispatchKeySet /*keys*/, Stack* stack) {
-  IValue* arguments = stack->data() + stack->size() - Op::kArguments;
+  IValue* arguments = arguments_on<Op>(stack);
   const Tensor& input = arguments[Op::kInput].toTensor();
   const at::ScalarType dtype = input.scalar_type();
   if (arguments[Op::kOutDtype].isNone() && !input.is_cpu() && is_half(dtype) &&
@@ -30,11 +30,11 @@ void autocast(const OperatorHandle& op, DispatchKeySet /*keys*/, Stack* stack) {
   }
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const auto type_of = [&](size_t i) {
-    return is_defined(arguments[i]) ? arguments[i].toTensor().scalar_type() : dtype;
+    return address_of(arguments[i]) ? arguments[i].toTensor().scalar_type() : dtype;
   };
   const auto unlike = [&](size_t i) { return is_half(type_of(i)) && type_of(i) != dtype; };
   const auto widen = [&](size_t i) {
-    if (is_defined(arguments[i]) && is_half(type_of(i))) {
+    if (address_of(arguments[i]) && is_half(type_of(i))) {
       arguments[i] = arguments[i].toTensor().to(at::kFloat);
     }
   };
@@ -43,7 +43,7 @@ void autocast(const OperatorHandle& op, DispatchKeySet /*keys*/, Stack* stack) {
     if (i != kAbsent && unlike(i)) widen(i);
   }
   // The operators take weight and bias of one dtype only.
-  const bool differ = is_defined(arguments[Op::kWeight]) && is_defined(arguments[Op::kBias]) &&
+  const bool differ = address_of(arguments[Op::kWeight]) && address_of(arguments[Op::kBias]) &&
                       type_of(Op::kWeight) != type_of(Op::kBias);
   if (differ || unlike(Op::kWeight) || unlike(Op::kBias)) {
     widen(Op::kWeight);

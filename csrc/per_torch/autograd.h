@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Autograd of the forward operators: (add_)(ada_)layer_norm, group_norm, rms_norm_gated and the
-// same operators with statistics.
+// Autograd of the operators: (add_)(ada_)layer_norm, group_norm, rms_norm_gated, the same operators
+// with statistics, and their backward.
 //
 // A call that needs gradients runs the operator with statistics below autograd, or the kernel
 // itself (direct.h), and saves what backward needs. Backward runs the kernel too, or calls
@@ -10,7 +10,9 @@
 #pragma once
 
 #include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "direct.h"
 #include "node.h"
@@ -18,97 +20,68 @@
 
 namespace fused_layernorm {
 
-// The positions of the tensors that a node saves. x is the tensor that was normalized: input, or
-// with a residual residual_out, which is an output of the node.
-template <class Op>
-struct SavedByNorm {
-  enum : size_t {
-    kX,
-    kMean,
-    kRstd,
-    kWeight,
-    kBias,
-    kShift = kBias + Op::kHasModulation,
-    kScale = kShift + Op::kHasModulation,
-    kGate = kScale + Op::kHasGate,
-    kInput = kGate + Op::kGatesSum,
-    kCount
-  };
-};
-
 // Computes the gradients of a forward operator's arguments from those of y and residual_out. The
-// statistics, which some of the operators also return, have no gradients.
+// statistics, which some of the operators also return, have no gradients. The x that it saves is
+// the tensor that was normalized: input, or with a residual residual_out.
 template <class Op>
-struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
-  using Saved = SavedByNorm<Op>;
+struct NormNode : public SavingNode<Op::kHasResidual> {
+  using Saved = NormTensors<SavedVariable>;
 
-  NormOptions options;
-  at::ScalarType input_dtype = at::kFloat;
+  using SavingNode<Op::kHasResidual>::options, SavingNode<Op::kHasResidual>::input_dtype;
 
   std::string name() const override { return Op::kNode; }
 
-  void collect_options(CompiledNodeArgs& args) const override {
-    collect(args, options);
-    args.collect(input_dtype);
-  }
-
-  void save_arguments(const IValue* arguments) {
-    if constexpr (!Op::kHasResidual) this->save(Saved::kX, arguments[Op::kInput].toTensor());
-    options = options_of<Op>(arguments);
-    const auto save_if_any = [&](size_t i, const IValue& argument) {
-      this->save(i, tensor_of(argument));
-    };
-    const IValue &weight = arguments[Op::kWeight], &bias = arguments[Op::kBias];
+  void save_arguments(const ForwardCall& call) {
+    options = call.options;
+    input_dtype = call.input->scalar_type();
+    NormTensors<const Tensor*> kept = call;
+    kept.residual = nullptr;
+    if (!call.residual) kept.x = call.input;
+    if (!Op::kGatesSum || !requires_grad(call.gate)) kept.input = nullptr;
     // Backward uses bias only where it computes z, and for the dtype of gradients.
     const bool needs_z = Op::kHasModulation || options.activation != Activation::kNone;
+    if (!needs_z && call.weight) kept.bias = nullptr;
     // Its own gradient does not read weight. One that was made in inference mode, which autograd
     // refuses to save, has a tensor of its shape and dtype in its place then, as in PyTorch.
-    bool reads_weight = needs_z || requires_grad(arguments[Op::kInput]);
-    if constexpr (Op::kHasResidual) reads_weight |= requires_grad(arguments[Op::kResidual]);
-    if constexpr (Op::kHasGate) reads_weight |= requires_grad(arguments[Op::kGate]);
-    const Tensor given = tensor_of(weight);
-    const bool stands_in = !reads_weight && given.defined() && given.is_inference();
-    this->save(Saved::kWeight, stands_in ? at::empty_like(given) : given);
-    if (needs_z || !is_defined(weight)) save_if_any(Saved::kBias, bias);
-    if constexpr (Op::kHasModulation) {
-      // Backward of rows uses shift only for the shape and dtype of its gradient.
-      const IValue& shift = arguments[Op::kShift];
-      if (Op::kHasGroups || requires_grad(shift)) save_if_any(Saved::kShift, shift);
-      save_if_any(Saved::kScale, arguments[Op::kScale]);
+    const bool reads_weight = needs_z || requires_grad(call.input) ||
+                              requires_grad(call.residual) || requires_grad(call.gate);
+    Tensor stand_in;
+    if (!reads_weight && call.weight && call.weight->is_inference()) {
+      stand_in = at::empty_like(*call.weight);
+      kept.weight = &stand_in;
     }
-    if constexpr (Op::kHasGate) save_if_any(Saved::kGate, arguments[Op::kGate]);
-    if constexpr (Op::kGatesSum) {
-      if (requires_grad(arguments[Op::kGate])) save_if_any(Saved::kInput, arguments[Op::kInput]);
-    }
-    input_dtype = arguments[Op::kInput].toTensor().scalar_type();
+    // Backward of rows uses shift only for the shape and dtype of its gradient.
+    if (!Op::kHasGroups && !requires_grad(call.shift)) kept.shift = nullptr;
+    this->save(kept);
   }
 
-  void save_outputs(const Tensor& residual_out, const Tensor& mean, const Tensor& rstd) {
-    if constexpr (Op::kHasResidual) this->save(Saved::kX, residual_out);
-    if (!options.is_rms) this->save(Saved::kMean, mean);
-    this->save(Saved::kRstd, rstd);
+  void save_outputs(const ForwardOutputs& outputs) {
+    NormTensors<const Tensor*> kept;
+    kept.x = address_of(outputs.residual_out);
+    if (!options.is_rms) kept.mean = &outputs.mean;
+    kept.rstd = &outputs.rstd;
+    this->save(kept);
   }
 
   variable_list apply(variable_list&& gradients) override {
     const std::lock_guard<std::mutex> lock(this->mutex_);
     variable_list results(Op::kArguments);
     const Tensor& dy = gradients[0];
-    Tensor gate, dx;
-    if constexpr (Op::kHasGate) {
-      if (dy.defined() || Op::kHasResidual) gate = this->saved(Saved::kGate);
-    }
+    Tensor dx;
     if constexpr (Op::kHasResidual) dx = gradients[1];
+    bool gates_sum = false;
     if (dy.defined()) {
-      dx = backward_of_norm(dy, dx, gate, results);
+      gates_sum = backward_of_norm(dy, dx, results);
     } else if constexpr (Op::kGatesSum) {
       // If only residual_out was used, the gradient does not pass through the norm.
-      if (dx.defined() && gate.defined()) backward_of_gate(dx, gate, results);
+      const Tensor gate = this->saved(&Saved::gate);
+      gates_sum = gate.defined();
+      if (dx.defined() && gates_sum) {
+        backward_of_gate(dx, gated_input(this->saved(&Saved::input), dx), gate, results);
+      }
     }
     if (!dx.defined()) return results;
-    if constexpr (Op::kHasResidual) {
-      if (needs(Op::kResidual)) results[Op::kResidual] = dx;
-    }
-    const bool gates_sum = Op::kGatesSum && gate.defined();
+    if (needs(Op::kResidual)) results[Op::kResidual] = dx;
     if (!gates_sum && needs(Op::kInput)) results[Op::kInput] = dx.to(input_dtype);
     return results;
   }
@@ -119,50 +92,36 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     return argument != kAbsent && this->task_should_compute_output(argument);
   }
 
-  // Returns dx, undefined if nothing needs it. The gradients of the gate, of the input that it
-  // multiplied and of the parameters go into `results`.
-  Tensor backward_of_norm(const Tensor& dy, const Tensor& dresidual, const Tensor& gate,
-                          variable_list& results) {
-    const bool is_gated =
-        Op::kGatesSum && gate.defined() && (needs(Op::kInput) || needs(Op::kGate));
+  // Makes dx of the gradient that reaches it other than through the norm; undefined if nothing
+  // needs it. The gradients of the gate, of the input that it multiplied and of the parameters go
+  // into `results`. Returns whether there is a gate that multiplied the input.
+  bool backward_of_norm(const Tensor& dy, Tensor& dx, variable_list& results) {
     SavedNorm saved;
-    Needs needed;
     // Each saved tensor is unpacked once: torch.utils.checkpoint allows no second time.
+    for (size_t i = 0; i < kTensorCount; ++i) {
+      saved.*kTensorFields<Tensor>[i].member = this->saved(kTensorFields<SavedVariable>[i].member);
+    }
     saved.dy = dy;
-    saved.x = this->saved(Saved::kX);
-    saved.mean = this->saved(Saved::kMean);
-    saved.rstd = this->saved(Saved::kRstd);
-    saved.weight = this->saved(Saved::kWeight);
-    saved.bias = this->saved(Saved::kBias);
-    saved.dresidual = dresidual;
+    saved.dresidual = dx;
+    const bool gates_sum = Op::kGatesSum && saved.gate.defined();
+    const bool is_gated = gates_sum && (needs(Op::kInput) || needs(Op::kGate));
+    saved.input = is_gated ? gated_input(saved.input, saved.x) : Tensor();
+    if (gates_sum && !is_gated) saved.gate = Tensor();
+
+    Needs needed;
+    each_gradient<Op, Tensor, false>(
+        [&](size_t argument, const auto& field) { needed.*field.needed = needs(argument); });
     needed.dx = needs(Op::kResidual) || (!is_gated && needs(Op::kInput));
-    needed.dweight = needs(Op::kWeight);
-    needed.dbias = needs(Op::kBias);
-    bool is_dshift_dy = false;
-    if constexpr (Op::kHasModulation) {
-      saved.shift = this->saved(Saved::kShift);
-      saved.scale = this->saved(Saved::kScale);
-      is_dshift_dy = !Op::kHasGroups && needs(Op::kShift) && is_of_elements(saved.shift, dy);
-      needed.dshift = needs(Op::kShift) && !is_dshift_dy;
-      needed.dscale = needs(Op::kScale);
-    }
-    if constexpr (Op::kGatesSum) {
-      if (is_gated) saved.input = gated_input(saved.x);
-      needed.dinput = is_gated && needs(Op::kInput);
-    }
-    if (is_gated || !Op::kGatesSum) saved.gate = gate;
-    needed.dgate = needs(Op::kGate);
+    needed.dinput = is_gated && needs(Op::kInput);
+    const bool is_dshift_dy = !Op::kHasGroups && needed.dshift && is_of_elements(saved.shift, dy);
+    if (is_dshift_dy) needed.dshift = false;
     GradientsOfNorm found = gradients_of<Op>(saved, options, needed);
-    const auto give = [&](size_t argument, Tensor&& gradient) {
-      if (argument != kAbsent) results[argument] = std::move(gradient);
-    };
-    give(Op::kGate, std::move(found.dgate));
-    give(Op::kInput, std::move(found.dinput));
-    give(Op::kShift, is_dshift_dy ? Tensor(dy) : std::move(found.dshift));
-    give(Op::kScale, std::move(found.dscale));
-    give(Op::kWeight, std::move(found.dweight));
-    give(Op::kBias, std::move(found.dbias));
-    return found.dx;
+    if (is_dshift_dy) found.dshift = dy;
+    each_gradient<Op, Tensor, false>([&](size_t argument, const auto& field) {
+      results[argument] = std::move(found.*field.member);
+    });
+    dx = std::move(found.dx);
+    return gates_sum;
   }
 
   // Whether each element of y has a shift of its own, of y's dtype: the gradient of such a shift is
@@ -172,13 +131,14 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
            shift.sym_sizes() == dy.sym_sizes();
   }
 
-  void backward_of_gate(const Tensor& dx, const Tensor& gate, variable_list& results) {
+  void backward_of_gate(const Tensor& dx, const Tensor& input, const Tensor& gate,
+                        variable_list& results) {
     static const OperatorHandle op = find_operator(schemas::GateBackward::kName);
     static_assert(argument_count(schemas::GateBackward::kSchema) == 5, "as they are pushed");
     const bool needs_dinput = needs(Op::kInput), needs_dgate = needs(Op::kGate);
     if (!needs_dinput && !needs_dgate) return;
     Stack stack;
-    torch::jit::push(stack, dx, gated_input(dx), gate, needs_dinput, needs_dgate);
+    torch::jit::push(stack, dx, input, gate, needs_dinput, needs_dgate);
     call(op, &stack);
     if (needs_dinput) results[Op::kInput] = std::move(stack[0]).toTensor();
     if (needs_dgate) results[Op::kGate] = std::move(stack[1]).toTensor();
@@ -187,58 +147,78 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
   // The input that the gate multiplied. It is not saved if the gate needs no gradient. Backward
   // then uses only its shape, which is that of `rows`, and its dtype, so `rows` takes its place, or
   // an uninitialized tensor of that shape and dtype.
-  Tensor gated_input(const Tensor& rows) {
-    const Tensor input = this->saved(Saved::kInput);
+  Tensor gated_input(const Tensor& input, const Tensor& rows) {
     if (input.defined()) return input;
     if (rows.scalar_type() == input_dtype) return rows;
     return at::empty_like(rows, rows.options().dtype(input_dtype));
   }
 };
 
-// The Autograd kernel of a forward operator. With kGivesStatistics, the operator's own outputs
-// include the statistics.
+// Runs a forward operator's call at an Autograd key. With kGivesStatistics, the outputs include the
+// statistics. Where it cannot go directly, it goes on by its arguments on a stack: they are there
+// already, or are put on one.
 template <class Op, bool kGivesStatistics>
-void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  const IValue* arguments = stack->data() + stack->size() - Op::kArguments;
-  const Differentiation differentiation = differentiation_of(arguments, Op::kArguments);
-  DirectOutputs direct;
+ForwardOutputs differentiate_forward(const OperatorHandle& op, DispatchKeySet keys,
+                                     const ForwardCall& call, Stack* stack = nullptr) {
+  ForwardOutputs out;
+  Stack own;
+  const auto by_stack = [&](bool gives_statistics, const auto& run) {
+    if (stack == nullptr) stack = &(own = stack_of<Op>(call));
+    run();
+    const size_t count = kOutputs<Op> + (gives_statistics ? kStatistics : 0);
+    IValue* next = stack->data() + stack->size() - count;
+    out.each<Op>(gives_statistics, [&](Tensor& each) { each = std::move(*next++).toTensor(); });
+    torch::jit::drop(*stack, count);
+  };
+  const Differentiation differentiation = differentiation_of([&](const auto& each) {
+    for (const auto& field : kTensorFields<const Tensor*>) each(call.*field.member);
+  });
   if (differentiation == Differentiation::kNone) {
     constexpr Statistics kWanted = kGivesStatistics ? Statistics::kGiven : Statistics::kNone;
-    if (forward_directly<Op>(keys, arguments, options_of<Op>(arguments), kWanted, direct)) {
-      return replace_arguments<Op, kGivesStatistics>(stack, direct);
+    if (!forward_directly(keys, call, kWanted, out)) {
+      by_stack(kGivesStatistics, [&] { run_below_autograd(op, keys, stack); });
     }
-    return run_below_autograd(op, keys, stack);
+    return out;
   }
-
-  if (differentiation == Differentiation::kForwardMode) return differentiate_in_python(op, stack);
+  if (differentiation == Differentiation::kForwardMode) {
+    by_stack(kGivesStatistics, [&] { differentiate_in_python(op, stack); });
+    return out;
+  }
   const auto node = make_node<NormNode<Op>>();
-  node->set_next_edges(edges_of(arguments, Op::kArguments));
-  node->save_arguments(arguments);
-  if (!kGivesStatistics &&
-      forward_directly<Op>(keys, arguments, node->options, Statistics::kSaved, direct)) {
-    torch::autograd::set_history(direct.y, node);
-    if (Op::kHasResidual) torch::autograd::set_history(direct.residual_out, node);
-    node->save_outputs(direct.residual_out, direct.mean, direct.rstd);
-    return replace_arguments<Op>(stack, direct);
+  torch::autograd::edge_list edges(Op::kArguments);
+  each_tensor<Op, const Tensor*>([&](size_t position, bool, auto member) {
+    if (call.*member) edges[position] = torch::autograd::impl::gradient_edge(*(call.*member));
+  });
+  node->set_next_edges(std::move(edges));
+  node->save_arguments(call);
+  if (kGivesStatistics || !forward_directly(keys, call, Statistics::kSaved, out)) {
+    static const OperatorHandle with_statistics = find_operator(name_with_statistics<Op>());
+    by_stack(true, [&] { run_below_autograd(with_statistics, keys, stack); });
   }
-  static const OperatorHandle with_statistics = find_operator(name_with_statistics<Op>());
-  run_below_autograd(with_statistics, keys, stack);
-  const IValue* outputs = stack->data() + stack->size() - (kOutputs<Op> + kStatistics);
-  for (size_t i = 0; i < kOutputs<Op>; ++i) {
-    torch::autograd::set_history(outputs[i].toTensor(), node);
-  }
-  node->save_outputs(outputs[kOutputs<Op> - 1].toTensor(), outputs[kOutputs<Op>].toTensor(),
-                     outputs[kOutputs<Op> + 1].toTensor());
-  if constexpr (!kGivesStatistics) torch::jit::drop(*stack, kStatistics);
+  torch::autograd::set_history(out.y, node);
+  if (Op::kHasResidual) torch::autograd::set_history(out.residual_out, node);
+  node->save_outputs(out);
+  return out;
+}
+
+// The Autograd kernel of a forward operator.
+template <class Op, bool kGivesStatistics>
+void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const size_t below = stack->size() - Op::kArguments;
+  const ForwardCall call = call_of<Op>(arguments_on<Op>(stack));
+  ForwardOutputs out = differentiate_forward<Op, kGivesStatistics>(op, keys, call, stack);
+  stack->resize(below);
+  push_outputs<Op>(stack, out, kGivesStatistics);
 }
 
 // The Autograd kernel of a backward operator, of a norm if it is an Operator.
 template <class Op>
 void differentiate_backward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const size_t count = argument_count(Op::kSchema);
-  if (differentiation_of(stack->data() + stack->size() - count, count) != Differentiation::kNone) {
-    return differentiate_in_python(op, stack);
-  }
+  const Differentiation differentiation = differentiation_of([&](const auto& each) {
+    for (const IValue& argument : torch::jit::last(*stack, count)) each(address_of(argument));
+  });
+  if (differentiation != Differentiation::kNone) return differentiate_in_python(op, stack);
   if constexpr (!std::is_same_v<Op, schemas::GateBackward>) {
     if (is_next(keys, c10::DispatchKey::CUDA) && backward_directly<Op>(stack)) return;
   }

@@ -98,24 +98,8 @@ inline int16_t device_index(const Tensor& t) {
   return t.is_cuda() ? t.device().index() : kNoDevice;
 }
 
-// The shape of mean and rstd.
-inline c10::SmallVector<int64_t, 8> statistics_shape(at::IntArrayRef sizes, size_t normalized_ndim,
-                                                     int64_t num_groups = 0) {
-  if (num_groups > 0) return {sizes[0], num_groups};
-  c10::SmallVector<int64_t, 8> shape(sizes.begin(), sizes.end());
-  std::fill(shape.end() - normalized_ndim, shape.end(), 1);
-  return shape;
-}
-
-inline RawTensor raw(const Tensor& tensor) {
-  if (!tensor.defined()) return {};
-  return {tensor.const_data_ptr(),
-          tensor.sizes().data(),
-          tensor.strides().data(),
-          tensor.dim(),
-          data_type_or_none(tensor.scalar_type()),
-          device_index(tensor),
-          tensor.is_contiguous()};
+inline RawTensor raw(const Tensor& t) {
+  return t.defined() ? raw_of(t, device_index(t)) : RawTensor();
 }
 
 // What is written of x's shape, from the description to the tensor: contiguous, or in x's order, as
@@ -150,8 +134,18 @@ inline void launch_directly(const KernelTable& table, const NormCall& call, Dire
   direct_calls.fetch_add(1, std::memory_order_relaxed);
 }
 
-struct DirectOutputs {
+struct ForwardOutputs {
   Tensor y, residual_out, mean, rstd;  // RMSNorm's mean is undefined, or where given empty
+
+  // Calls a function with each that an operator gives, in order.
+  template <class Op, class Function>
+  void each(bool gives_statistics, const Function& function) {
+    function(y);
+    if (Op::kHasResidual) function(residual_out);
+    if (!gives_statistics) return;
+    function(mean);
+    function(rstd);
+  }
 };
 
 // Whether a call computes the statistics; for autograd, or as an operator gives them: a tensor
@@ -160,23 +154,19 @@ enum class Statistics { kNone, kSaved, kGiven };
 
 // Runs a forward operator, given the keys of a kernel at an Autograd key or below. False if the
 // call is none for the table; nothing has then been allocated or launched.
-template <class Op>
-bool forward_directly(DispatchKeySet keys, const IValue* arguments, const NormOptions& options,
-                      Statistics statistics, DirectOutputs& out) {
+inline bool forward_directly(DispatchKeySet keys, const ForwardCall& given, Statistics statistics,
+                             ForwardOutputs& out) {
   if (!is_next(keys, c10::DispatchKey::CUDA)) return false;
-  if (Op::kHasGroups && options.num_groups < 1) return false;
   const KernelTable* const table = kernel_table();
   if (table == nullptr) return false;
-  const Tensor& input = arguments[Op::kInput].toTensor();
+  const NormOptions& options = given.options;
+  const Tensor& input = *given.input;
   const LikeX like_x = {input, options.keeps_order};
   if (!like_x.is_dense()) return false;
-  const at::ScalarType y_type = dtype_of(arguments[Op::kOutDtype]).value_or(input.scalar_type());
-  at::ScalarType x_type = input.scalar_type();
-  if constexpr (Op::kHasResidual) x_type = arguments[Op::kResidual].toTensor().scalar_type();
+  const at::ScalarType y_type = given.out_dtype.value_or(input.scalar_type());
+  const at::ScalarType x_type = (given.residual ? *given.residual : input).scalar_type();
   NormCall call;
-  each_tensor<Op, RawTensor>([&](size_t position, bool, auto member) {
-    call.*member = raw(tensor_of(arguments[position]));
-  });
+  describe(given, call, [](const Tensor* tensor) { return tensor ? raw(*tensor) : RawTensor(); });
   call.options = options;
   call.device = device_index(input);
   call.written = like_x.describe(y_type);
@@ -186,10 +176,10 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, const NormOp
   const int64_t workspace_bytes = table->prepare(&call, &prepared);
   if (workspace_bytes < 0) return false;
   out.y = like_x.allocate(y_type);
-  if (Op::kHasResidual) out.residual_out = allocate(input.sizes(), x_type);
+  if (given.residual) out.residual_out = allocate(input.sizes(), x_type);
   if (statistics != Statistics::kNone) {
-    auto of_rows = statistics_shape(input.sizes(), options.normalized_ndim, options.num_groups);
-    if (options.group_size > 0) of_rows.back() = input.sizes().back() / options.group_size;
+    c10::SmallVector<int64_t, 8> of_rows(input.dim());
+    of_rows.resize(statistics_sizes(options, input.sizes().data(), input.dim(), of_rows.data()));
     const at::ScalarType type = statistics_type(x_type);
     if (options.is_rms || statistics == Statistics::kGiven) {
       out.rstd = allocate(of_rows, type);
@@ -208,16 +198,10 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, const NormOp
   return true;
 }
 
-// Puts what the direct call gave in the place of an operator's arguments.
-template <class Op, bool kGivesStatistics = false>
-void replace_arguments(Stack* stack, DirectOutputs& out) {
-  torch::jit::drop(*stack, Op::kArguments);
-  stack->emplace_back(std::move(out.y));
-  if constexpr (Op::kHasResidual) stack->emplace_back(std::move(out.residual_out));
-  if constexpr (kGivesStatistics) {
-    stack->emplace_back(std::move(out.mean));
-    stack->emplace_back(std::move(out.rstd));
-  }
+// Ends a forward operator's call: its outputs, on the stack.
+template <class Op>
+void push_outputs(Stack* stack, ForwardOutputs& out, bool gives_statistics) {
+  out.each<Op>(gives_statistics, [&](Tensor& each) { stack->emplace_back(std::move(each)); });
 }
 
 // What backward has of a norm. dy, x and rstd are always defined; RMSNorm's mean is not. A gate is
@@ -255,21 +239,19 @@ inline bool backward_directly(const SavedNorm& saved, const NormOptions& options
   DirectLaunch prepared;
   const int64_t workspace_bytes = table->prepare(&call, &prepared);
   if (workspace_bytes < 0) return false;
-  const auto output = [](bool needed, const Tensor& like, Tensor& into) {
-    if (needed) into = allocate(like.sizes(), like.scalar_type());
-    return address_to_write(into);
-  };
-  const Tensor& parameter = saved.weight.defined() ? saved.weight : saved.bias;
   Tensor dx;
   if (call.written) dx = like_x.allocate(x.scalar_type());
   call.to.dx = address_to_write(dx);
-  if (needs.dx) out.dx = std::move(dx);
-  call.to.dweight = output(needs.dweight, parameter, out.dweight);
-  call.to.dbias = output(needs.dbias, parameter, out.dbias);
-  call.to.dshift = output(needs.dshift, saved.shift, out.dshift);
-  call.to.dscale = output(needs.dscale, saved.scale, out.dscale);
-  call.to.dinput = output(needs.dinput, saved.input, out.dinput);
-  call.to.dgate = output(needs.dgate, saved.gate, out.dgate);
+  if (needs.dx) out.dx = dx;
+  for (size_t i = 0; i < std::size(kGradientFields<Tensor>); ++i) {
+    const auto& field = kGradientFields<Tensor>[i];
+    if (!(needs.*field.needed) || field.member == &GradientsOfNorm::dx) continue;
+    // Rows may have dweight without a weight, and dbias without a bias.
+    const Tensor& own = saved.*field.of;
+    const Tensor& like = own.defined() ? own : saved.weight.defined() ? saved.weight : saved.bias;
+    out.*field.member = allocate(like.sizes(), like.scalar_type());
+    call.to.*kGradientFields<void*>[i].member = address_to_write(out.*field.member);
+  }
   launch_directly(*table, call, prepared, workspace_bytes);
   return true;
 }
@@ -277,7 +259,7 @@ inline bool backward_directly(const SavedNorm& saved, const NormOptions& options
 // Runs a backward operator that a compiled graph calls, from the stack. False as above.
 template <class Op>
 bool backward_directly(Stack* stack) {
-  const IValue* arguments = stack->data() + stack->size() - Op::kArguments;
+  const IValue* arguments = arguments_on<Op>(stack);
   SavedNorm saved;
   Needs needs;
   each_tensor<Op, Tensor>(
@@ -308,9 +290,7 @@ GradientsOfNorm call_backward(const SavedNorm& saved, const NormOptions& options
                               const Needs& needs) {
   static_assert(is_backward<Op>(), "every backward operator has these arguments");
   static const OperatorHandle op = find_operator(Op::kName);
-  Stack stack = stack_of<Op>(options);
-  each_tensor<Op, Tensor>(
-      [&](size_t position, bool, auto member) { stack[position] = value_of(saved.*member); });
+  Stack stack = stack_of<Op>(saved, options);
   if constexpr (Op::kMean != kAbsent) {
     if (!saved.mean.defined()) stack[Op::kMean] = saved.rstd.new_empty({0});
   }
@@ -344,11 +324,11 @@ GradientsOfNorm gradients_of(const SavedNorm& saved, const NormOptions& options,
 // autograd does not see, as those under inference_mode.
 template <class Op>
 void select_backend(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  const IValue* arguments = stack->data() + stack->size() - Op::kArguments;
-  DirectOutputs out;
-  const NormOptions options = options_of<Op>(arguments);
-  if (forward_directly<Op>(keys, arguments, options, Statistics::kNone, out)) {
-    return replace_arguments<Op>(stack, out);
+  const ForwardCall call = call_of<Op>(arguments_on<Op>(stack));
+  ForwardOutputs out;
+  if (forward_directly(keys, call, Statistics::kNone, out)) {
+    torch::jit::drop(*stack, Op::kArguments);
+    return push_outputs<Op>(stack, out, /*gives_statistics=*/false);
   }
   op.redispatchBoxed(keys & kBelowSelect, stack);
 }

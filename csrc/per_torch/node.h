@@ -4,16 +4,19 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/headeronly/version.h>
 
-#include <array>
 #include <cstddef>
 #include <memory>
 #include <mutex>
+
+#include "call/arguments.h"
+#include "call/description.h"
 
 namespace fused_layernorm {
 
@@ -41,39 +44,62 @@ c10::intrusive_ptr<T> make_node() {
 
 #endif
 
-// A node that saves kCount tensors, each of which may be undefined. With kFirstIsOutput, the first
-// of them is an output of the node itself, and is held without a reference cycle.
-template <size_t kCount, bool kFirstIsOutput>
+// A node that saves what backward of a norm needs. With kSavesOutput, x is an output of the node
+// itself, and is held without a reference cycle.
+template <bool kSavesOutput>
 struct SavingNode : public Node {
-  void save(size_t i, const at::Tensor& tensor) { saved_[i] = SavedVariable(tensor, is_output(i)); }
+  using Saved = TensorField<SavedVariable>;
 
-  at::Tensor saved(size_t i) { return saved_[i].unpack(is_output(i) ? getptr() : nullptr); }
+  NormOptions options;
+  at::ScalarType input_dtype = at::kFloat;
 
-  // Adds what the node keeps beside its tensors to the key of compiled autograd's cache.
-  virtual void collect_options(CompiledNodeArgs& /*args*/) const {}
+  // Saves the tensors that are there.
+  void save(const NormTensors<const at::Tensor*>& tensors) {
+    for (size_t i = 0; i < kTensorCount; ++i) {
+      const at::Tensor* const tensor = tensors.*kTensorFields<const at::Tensor*>[i].member;
+      const Saved& field = kTensorFields<SavedVariable>[i];
+      if (tensor) saved_.*field.member = SavedVariable(*tensor, is_output(field));
+    }
+  }
+
+  at::Tensor saved(SavedVariable NormTensors<SavedVariable>::* member) {
+    return (saved_.*member).unpack(is_output({"", member}) ? getptr() : nullptr);
+  }
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (SavedVariable& saved : saved_) saved.reset_data();
+    for (const Saved& field : kTensorFields<SavedVariable>) (saved_.*field.member).reset_data();
   }
 
+  // All that backward depends on, for the key of compiled autograd's cache.
   void compiled_args(CompiledNodeArgs& args) const override {
-    for (size_t i = 0; i < kCount; ++i) args.collect(saved_[i], is_output(i));
-    collect_options(args);
+    for (const Saved& field : kTensorFields<SavedVariable>) {
+      args.collect(saved_.*field.member, is_output(field));
+    }
+    for (const bool each : {options.is_rms, options.keeps_order}) args.collect(each);
+    for (const double each : {options.output_scale, options.weight_offset}) args.collect(each);
+    for (const int64_t each :
+         {options.normalized_ndim, options.num_groups, options.group_size,
+          static_cast<int64_t>(options.activation), static_cast<int64_t>(options.gate_place)}) {
+      args.collect(each);
+    }
+    args.collect(input_dtype);
   }
 
   variable_list apply_with_saved(const variable_list& gradients,
                                  SwapSavedVariables& swap) override {
-    for (SavedVariable& saved : saved_) swap.before(saved);
+    for (const Saved& field : kTensorFields<SavedVariable>) swap.before(saved_.*field.member);
     variable_list result = apply(variable_list(gradients));
-    for (SavedVariable& saved : saved_) swap.after(saved);
+    for (const Saved& field : kTensorFields<SavedVariable>) swap.after(saved_.*field.member);
     return result;
   }
 
  private:
-  static constexpr bool is_output(size_t i) { return kFirstIsOutput && i == 0; }
+  static bool is_output(const Saved& field) {
+    return kSavesOutput && field.member == &NormTensors<SavedVariable>::x;
+  }
 
-  std::array<SavedVariable, kCount> saved_;
+  NormTensors<SavedVariable> saved_;
 };
 
 }  // namespace fused_layernorm

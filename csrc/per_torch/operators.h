@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the Autograd kernels of all operators share: arguments on the dispatcher's stack (their
-// positions are in call/arguments.h), calls, and which derivatives a call needs.
+// What the kernels of all operators share: a call, and its arguments on the dispatcher's stack
+// (their positions are in call/arguments.h), calls of operators, and which derivatives a call
+// needs.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -10,8 +11,6 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <cstddef>
 #include <exception>
@@ -49,19 +48,24 @@ inline std::optional<at::ScalarType> dtype_of(const IValue& value) {
   return value.toOptional<at::ScalarType>();
 }
 
-inline bool is_defined(const IValue& value) {
-  return value.isTensor() && value.toTensor().defined();
+// Null for none.
+inline const Tensor* address_of(const Tensor& tensor) {
+  return tensor.defined() ? &tensor : nullptr;
+}
+inline const Tensor* address_of(const std::optional<Tensor>& tensor) {
+  return tensor ? address_of(*tensor) : nullptr;
+}
+inline const Tensor* address_of(const IValue& value) {
+  return value.isTensor() ? address_of(value.toTensor()) : nullptr;
 }
 
-inline bool requires_grad(const IValue& value) {
-  return is_defined(value) && value.toTensor().requires_grad();
-}
+inline bool requires_grad(const Tensor* tensor) { return tensor && tensor->requires_grad(); }
 
-inline IValue value_of(const Tensor& tensor) {
-  return tensor.defined() ? IValue(tensor) : IValue();
-}
+// None for none.
+inline IValue value_of(const Tensor* tensor) { return tensor ? IValue(*tensor) : IValue(); }
+inline IValue value_of(const Tensor& tensor) { return value_of(address_of(tensor)); }
 
-// ---- Options
+// ---- A call's arguments
 
 // The arguments on the stack, as read_options reads them.
 struct Arguments {
@@ -82,11 +86,34 @@ NormOptions options_of(const IValue* arguments) {
   return read_options<Op>(Arguments{arguments});
 }
 
-// The reverse: an operator's arguments with these options. All others are None.
+// A call of a forward operator, as autograd and direct calls (direct.h) take it.
+struct ForwardCall : NormTensors<const Tensor*> {
+  NormOptions options;
+  std::optional<at::ScalarType> out_dtype;
+};
+
 template <class Op>
-Stack stack_of(const NormOptions& options) {
+IValue* arguments_on(Stack* stack) {
+  return stack->data() + stack->size() - Op::kArguments;
+}
+
+template <class Op>
+ForwardCall call_of(const IValue* arguments) {
+  ForwardCall call;
+  each_tensor<Op, const Tensor*>(
+      [&](size_t position, bool, auto member) { call.*member = address_of(arguments[position]); });
+  call.options = options_of<Op>(arguments);
+  call.out_dtype = dtype_of(arguments[Op::kOutDtype]);
+  return call;
+}
+
+// The reverse: an operator's arguments with these tensors and options. All others are None.
+template <class Op, class T>
+Stack stack_of(const NormTensors<T>& tensors, const NormOptions& options) {
   static const IValue layer("layer"), rms("rms"), silu("silu"), sigmoid("sigmoid");
   Stack stack(Op::kArguments);
+  each_tensor<Op, T>(
+      [&](size_t position, bool, auto member) { stack[position] = value_of(tensors.*member); });
   write_options<Op>(options, [&](size_t position, const auto& value) {
     using Value = std::decay_t<decltype(value)>;
     if constexpr (std::is_same_v<Value, std::optional<std::string_view>>) {
@@ -101,18 +128,11 @@ Stack stack_of(const NormOptions& options) {
   });
   return stack;
 }
-
-// What backward depends on, for compiled autograd's cache.
-inline void collect(CompiledNodeArgs& args, const NormOptions& options) {
-  args.collect(options.normalized_ndim);
-  args.collect(static_cast<int64_t>(options.activation));
-  args.collect(options.output_scale);
-  args.collect(options.is_rms);
-  args.collect(options.weight_offset);
-  args.collect(options.keeps_order);
-  args.collect(options.num_groups);
-  args.collect(options.group_size);
-  args.collect(static_cast<int64_t>(options.gate_place));
+template <class Op>
+Stack stack_of(const ForwardCall& call) {
+  Stack stack = stack_of<Op, const Tensor*>(call, call.options);
+  if (call.out_dtype) stack[Op::kOutDtype] = *call.out_dtype;
+  return stack;
 }
 
 // ---- Calls
@@ -154,28 +174,18 @@ inline void call(const OperatorHandle& op, Stack* stack) {
 enum class Differentiation { kNone, kForwardMode, kGraph };
 
 // Which derivatives a call needs: none, tangents in forward mode, or a node in autograd's graph.
-inline Differentiation differentiation_of(const IValue* arguments, size_t count) {
-  bool requires_grad = false;
-  for (size_t i = 0; i < count; ++i) {
-    if (!is_defined(arguments[i])) continue;
-    const Tensor& tensor = arguments[i].toTensor();
-    if (tensor._fw_grad(/*level=*/0).defined()) return Differentiation::kForwardMode;
-    requires_grad |= tensor.requires_grad();
-  }
-  return requires_grad && at::GradMode::is_enabled() ? Differentiation::kGraph
-                                                     : Differentiation::kNone;
-}
-
-// Where a node sends its gradients, by the argument's position. An argument that has no gradient
-// has an empty edge.
-inline torch::autograd::edge_list edges_of(const IValue* arguments, size_t count) {
-  torch::autograd::edge_list edges(count);
-  for (size_t i = 0; i < count; ++i) {
-    if (is_defined(arguments[i])) {
-      edges[i] = torch::autograd::impl::gradient_edge(arguments[i].toTensor());
-    }
-  }
-  return edges;
+// `each_of` calls a function with the address of every tensor.
+template <typename EachOf>
+Differentiation differentiation_of(const EachOf& each_of) {
+  bool requires_grad = false, has_tangent = false;
+  each_of([&](const Tensor* tensor) {
+    if (!tensor) return;
+    requires_grad |= tensor->requires_grad();
+    has_tangent |= tensor->_fw_grad(/*level=*/0).defined();
+  });
+  return has_tangent                                   ? Differentiation::kForwardMode
+         : requires_grad && at::GradMode::is_enabled() ? Differentiation::kGraph
+                                                       : Differentiation::kNone;
 }
 
 // Calls what the operator does in Python's autograd (ops/autograd.py), which can be differentiated

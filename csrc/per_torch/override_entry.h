@@ -73,20 +73,18 @@ inline bool takes_parameter(const OptionalTensor& p, const Tensor& x, at::IntArr
   return fits && p->device() == x.device() && p->sizes() == shape;
 }
 
-inline IValue value_of(const OptionalTensor& t) { return t ? value_of(*t) : IValue(); }
-
 // ---- What a call at an Autograd or Autocast key goes on to. `Norm` is what it is given: RowsNorm
 // ---- (override.h) or GroupsNorm (override_groups.h).
 
-// The arguments of our operator.
+// The call of our operator.
 template <class Norm>
-Stack arguments_of(const Norm& norm, const Tensor& input) {
-  using Op = typename Norm::Op;
-  Stack stack = stack_of<Op>(norm.options());
-  stack[Op::kInput] = input;
-  stack[Op::kWeight] = value_of(norm.weight);
-  stack[Op::kBias] = value_of(norm.bias);
-  return stack;
+ForwardCall call_of(const Norm& norm, const Tensor& input) {
+  ForwardCall call;
+  call.options = norm.options();
+  call.input = &input;
+  call.weight = address_of(norm.weight);
+  call.bias = address_of(norm.bias);
+  return call;
 }
 
 // The result of a call that asks for our kernels, by our operator, which knows modes and
@@ -97,7 +95,7 @@ Tensor by_operator(const Norm& norm) {
   const bool autocast = at::autocast::is_autocast_enabled(norm.x.device().type());
   TORCH_CHECK_VALUE(norm.is_taken(autocast ? Beside::kAnyFloat : Beside::kSameOrFloat),
                     "the kernels do not take such a norm");
-  Stack stack = arguments_of(norm, norm.x);
+  Stack stack = stack_of<typename Norm::Op>(call_of(norm, norm.x));
   op.callBoxed(stack);
   return stack[0].toTensor();
 }
@@ -114,16 +112,20 @@ Tensor by_kernel(DispatchKeySet keys, const Norm& norm, bool asked) {
     return asked ? by_operator(norm) : Tensor();
   }
   static const OperatorHandle op = find_operator(Op::kName);
-  Stack stack = arguments_of(norm, asked ? norm.x : norm.pytorchs_input());
+  const Tensor input = asked ? norm.x : norm.pytorchs_input();
+  const ForwardCall call = call_of(norm, input);
+  Tensor y;
   const Taken guard(override_of<device>());
   naming_out_of_memory([&] {
     if (kUnderAutocast) {
+      Stack stack = stack_of<Op>(call);
       autocast<Op>(op, keys, &stack);
+      y = std::move(stack[0]).toTensor();
     } else {
-      differentiate_forward<Op, false>(op, keys, &stack);
+      y = differentiate_forward<Op, false>(op, keys, call).y;
     }
   });
-  return stack[0].toTensor();
+  return y;
 }
 
 // PyTorch's own kernels at AutocastCUDA cast every argument to float32 and call the operator.

@@ -8,7 +8,12 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
 
 #include "bindings/cuda/tensors.h"
 
@@ -17,7 +22,9 @@ namespace [[gnu::visibility("hidden")]] fused_layernorm {
 class Call {
  public:
   Call(StableIValue* stack, uint64_t arguments, uint64_t results)
-      : stack_(stack), arguments_(arguments), results_(results) {}
+      : stack_(stack), arguments_(arguments), results_(results) {
+    taken_.reserve(arguments);
+  }
 
   // The argument of a position. T is the type that the schema gives it: a tensor that the schema
   // does not call optional is a Tensor.
@@ -25,7 +32,9 @@ class Call {
   T at(uint64_t position) {
     CHECK_ARGUMENT(position < arguments_, "the schema has too few arguments");
     ++read_;
-    return torch::stable::detail::to<T>(stack_[position]);
+    T value = torch::stable::detail::to<T>(stack_[position]);
+    if constexpr (!std::is_arithmetic_v<T>) taken_.emplace_back(position, value);
+    return value;
   }
   // The arguments that follow those already read, of the types of these variables.
   template <typename... T>
@@ -45,15 +54,13 @@ class Call {
     CHECK_ARGUMENT(false, choices, ", got '", name, "'");
   }
 
-  // Puts an argument that was read back into its place, if the operator has it.
-  template <typename T>
-  void put(uint64_t position, const T& value) {
-    if (position < arguments_) stack_[position] = torch::stable::detail::from(value);
-  }
-  // The same in the order of the schema, from a position on.
-  template <typename... T>
-  void put_all(uint64_t position, const T&... values) {
-    (put(position++, values), ...);
+  // The stack, with what was read in its place again.
+  StableIValue* put_back() {
+    for (const auto& [position, value] : taken_) {
+      StableIValue& place = stack_[position];
+      std::visit([&](const auto& each) { place = torch::stable::detail::from(each); }, value);
+    }
+    return stack_;
   }
 
   // Ends the call. Null stands for a result that the operator does not have.
@@ -70,6 +77,10 @@ class Call {
   StableIValue* const stack_;
   const uint64_t arguments_, results_;
   uint64_t read_ = 0;
+  // What the stack does not own any more.
+  using Taken = std::variant<Tensor, std::optional<Tensor>, std::string, std::optional<std::string>,
+                             std::optional<ScalarType>, std::vector<int64_t>>;
+  std::vector<std::pair<uint64_t, Taken>> taken_;
 };
 
 }  // namespace fused_layernorm

@@ -12,18 +12,18 @@
 namespace fused_layernorm {
 namespace {
 
-AOTITorchError call(const std::string& name, StableIValue* stack) {
+AOTITorchError dispatch(const std::string& name, StableIValue* stack) {
   const std::string full = FUSED_LAYERNORM_AS_STRING(FUSED_LAYERNORM_NAMESPACE) "::" + name;
   return torch_call_dispatcher(full.c_str(), "", stack, TORCH_ABI_VERSION);
 }
 
 }  // namespace
 
-void call_formula(const std::string& name, StableIValue* stack) {
-  if (call("_formula_" + name, stack) == AOTI_TORCH_SUCCESS) return;
+void call_formula(const std::string& name, Call& call) {
+  if (dispatch("_formula_" + name, call.put_back()) == AOTI_TORCH_SUCCESS) return;
   StableIValue text = 0;
   std::string error;
-  if (call("_formula_error", &text) == AOTI_TORCH_SUCCESS) {
+  if (dispatch("_formula_error", &text) == AOTI_TORCH_SUCCESS) {
     error = torch::stable::detail::to<std::string>(text);
   }
   // As throw_out_of_memory in tensors.cpp words it.

@@ -12,18 +12,16 @@ namespace [[gnu::visibility("hidden")]] fused_layernorm {
 // Thrown for a valid call that no kernel takes.
 struct NoKernel {};
 
-// Runs an operator's function. Where it throws NoKernel, `put_back` puts the arguments back into
-// the call, and the formula's results take their place.
-void call_formula(const std::string& name, StableIValue* stack);
-template <typename Run, typename PutBack>
-void run_or_formula(const std::string& name, StableIValue* stack, const Run& run,
-                    const PutBack& put_back) {
+// Ends a call whose arguments were read by its formula's results.
+void call_formula(const std::string& name, Call& call);
+// Ends it by what `run` does, or where that throws NoKernel by the formula.
+template <typename Run>
+void run_or_formula(const std::string& name, Call& call, const Run& run) {
   try {
     return run();
   } catch (const NoKernel&) {
   }
-  put_back();
-  call_formula(name, stack);
+  call_formula(name, call);
 }
 
 }  // namespace fused_layernorm

@@ -79,21 +79,16 @@ void run_forward(Heads& a, Call& call) {
 void qk_norm_rope(StableIValue* stack, uint64_t arguments, uint64_t results) {
   Call call(stack, arguments, results);
   Heads a(call, false);
-  run_or_formula(
-      "qk_norm_rope", stack, [&] { run_forward(a, call); }, [&] { a.put_back(call, false); });
+  run_or_formula("qk_norm_rope", call, [&] { run_forward(a, call); });
 }
 
 void qkv_norm_rope(StableIValue* stack, uint64_t arguments, uint64_t results) {
   Call call(stack, arguments, results);
   const Tensor qkv = call.at<Tensor>(0);
   Heads a = Heads::of_packed(call, false);
-  const auto by_kernel = [&] {
+  run_or_formula("qkv_norm_rope", call, [&] {
     a.take_parts(qkv);
     run_forward(a, call);
-  };
-  run_or_formula("qkv_norm_rope", stack, by_kernel, [&] {
-    call.put(0, qkv);
-    a.put_packed_back(call, 1, false);
   });
 }
 
@@ -132,14 +127,8 @@ void qk_norm_rope_backward(StableIValue* stack, uint64_t arguments, uint64_t res
   Heads a(call, true);
   bool needs_dweight = false, needs_dbias = false;
   call.read(needs_dweight, needs_dbias);
-  run_or_formula(
-      "qk_norm_rope_backward", stack,
-      [&] { run_backward(a, dy, needs_dweight, needs_dbias, call); },
-      [&] {
-        call.put_all(0, *dy[0], dy[1]);
-        a.put_back(call, true);
-        call.put_all(17, needs_dweight, needs_dbias);
-      });
+  run_or_formula("qk_norm_rope_backward", call,
+                 [&] { run_backward(a, dy, needs_dweight, needs_dbias, call); });
 }
 
 // The gradient of qkv: each side's is written to its place there. A rotation alone is undone by
@@ -190,13 +179,9 @@ void qkv_norm_rope_backward(StableIValue* stack, uint64_t arguments, uint64_t re
   std::vector<int64_t> size, stride;
   bool needs_dweight = false, needs_dbias = false;
   call.read(size, stride, needs_dweight, needs_dbias);
-  run_or_formula(
-      "qkv_norm_rope_backward", stack,
-      [&] { run_packed_backward(a, dy, qkv, size, stride, needs_dweight, needs_dbias, call); },
-      [&] {
-        call.put_all(0, dy[0], dy[1], dy[2], qkv);
-        call.put_all(a.put_packed_back(call, 4, true), size, stride, needs_dweight, needs_dbias);
-      });
+  run_or_formula("qkv_norm_rope_backward", call, [&] {
+    run_packed_backward(a, dy, qkv, size, stride, needs_dweight, needs_dbias, call);
+  });
 }
 
 }  // namespace

@@ -187,17 +187,6 @@ struct Heads {
          << cols() << " columns of " << name_of(data_type(type()));
     return text.str();
   }
-  // Puts the arguments back into their places, those behind q and k from a position on.
-  void put_back(Call& call, bool is_backward) const {
-    call.put_all(is_backward ? 2 : 0, q, k);
-    const uint64_t next = put_norm_back(call, is_backward ? 4 : 2, is_backward);
-    call.put(next, is_backward ? !inverse : inverse);
-  }
-  uint64_t put_packed_back(Call& call, uint64_t position, bool is_backward) const {
-    const uint64_t next = put_norm_back(call, position, is_backward);
-    call.put_all(next, packing.kv_heads, packing.by_head);
-    return next + 2;
-  }
   void launch_forward(const char* direction) {
     const auto run = [&](auto& params) {
       const auto plan = forward::make_heads_plan(params);
@@ -229,14 +218,6 @@ struct Heads {
             weight_offset);
     if (!is_backward) of.read(round_before_weight);
     of.read(interleaved);
-  }
-  uint64_t put_norm_back(Call& call, uint64_t position, bool is_backward) const {
-    call.put_all(position, weight[0], weight[1], bias[0], bias[1], cos, sin, rotary_dim, seq_dim,
-                 eps, statistic, weight_offset);
-    position += 11;
-    if (!is_backward) call.put(position++, round_before_weight);
-    call.put(position++, interleaved);
-    return position;
   }
   void check_launch(cudaError_t error, const char* direction) const {
     if (error == cudaSuccess) return;

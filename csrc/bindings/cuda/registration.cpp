@@ -32,34 +32,7 @@ NormArguments read(Call& call) {
     a.out_dtype = call.at<std::optional<ScalarType>>(Op::kOutDtype);
   }
   a.options = read_options<Op>(call);
-  // Zero says of a call that it has no groups; it is as wrong as any number below one.
-  if (Op::kHasGroups && a.options.num_groups == 0) a.options.num_groups = -1;
   return a;
-}
-
-// The reverse.
-template <class Op>
-void put(Call& call, const NormArguments& a) {
-  each_tensor<Op, MaybeTensor>([&](size_t position, bool is_optional, auto member) {
-    if (is_optional) {
-      call.put(position, a.*member);
-    } else {
-      call.put(position, *(a.*member));
-    }
-  });
-  each_gradient<Op, MaybeTensor>(
-      [&](size_t position, const auto& field) { call.put(position, a.needs.*field.needed); });
-  call.put(Op::kOutDtype, a.out_dtype);
-  write_options<Op>(a.options, [&](size_t position, const auto& value) {
-    using Value = std::decay_t<decltype(value)>;
-    if constexpr (std::is_same_v<Value, std::string_view>) {
-      call.put(position, std::string(value));
-    } else if constexpr (std::is_same_v<Value, std::optional<std::string_view>>) {
-      call.put(position, value ? std::optional(std::string(*value)) : std::nullopt);
-    } else {
-      call.put(position, value);
-    }
-  });
 }
 
 template <class Op, bool kGivesStatistics>
@@ -82,7 +55,7 @@ void norm_operator(StableIValue* stack, uint64_t arguments, uint64_t results) {
         [&](size_t, const auto& field) { addresses[count++] = address_of(given.*field.member); });
     call.give(addresses);
   };
-  run_or_formula(name, stack, by_kernel, [&] { put<Op>(call, a); });
+  run_or_formula(name, call, by_kernel);
 }
 
 void gate_backward(StableIValue* stack, uint64_t arguments, uint64_t results) {
@@ -94,8 +67,7 @@ void gate_backward(StableIValue* stack, uint64_t arguments, uint64_t results) {
     const auto [dinput, dgate] = run_gate_backward(dsum, input, gate, needs_dinput, needs_dgate);
     call.give(std::array{&dinput, &dgate});
   };
-  run_or_formula(schemas::GateBackward::kName, stack, by_kernel,
-                 [&] { call.put_all(0, dsum, input, gate, needs_dinput, needs_dgate); });
+  run_or_formula(schemas::GateBackward::kName, call, by_kernel);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <vector>
 
@@ -124,15 +125,8 @@ struct Written {
 // they then have what PyTorch's kernels give.
 void allocate_statistics(const NormArguments& a, DataType type, Results& out) {
   const Tensor& x = *a.input;
-  std::vector<int64_t> sizes(x.sizes().data(), x.sizes().data() + x.dim());
-  if (has_groups(a)) {
-    sizes = {sizes[0], a.options.num_groups};
-  } else {
-    const int64_t size = a.options.group_size;
-    const int64_t groups = size == 0 ? 1 : sizes.back() / size;
-    std::fill(sizes.begin() + leading_of(a), sizes.end(), 1);
-    if (is_gated_norm(a)) sizes.back() = groups;
-  }
+  std::vector<int64_t> sizes(x.dim());
+  sizes.resize(statistics_sizes(a.options, x.sizes().data(), x.dim(), sizes.data()));
   const ScalarType of = scalar_type(statistics_type(type));
   const auto statistic = [&](double of_nothing) {
     Tensor made = empty(x, sizes.data(), static_cast<int64_t>(sizes.size()), of);
@@ -235,78 +229,67 @@ class ParameterGradients {
  public:
   ParameterGradients(const NormArguments& a, const Settled& settled, const Groups& groups)
       : a_(a), settled_(settled) {
-    if (!is_of_rows(a)) return;
-    of_groups_.emplace(OfGroups{{a.needs.dshift, a.shift, groups, *a.x},
-                                {a.needs.dscale, a.scale, groups, *a.x},
-                                {a.needs.dgate, a.gate, groups, *a.x}});
+    each([&](size_t i, const auto& field) {
+      if (!is_of_rows(a) || field.is_wide == nullptr) return;
+      of_groups_[i].emplace(a.needs.*field.needed, a.*field.of, groups, *a.x);
+    });
   }
 
-  void describe(NormCall& call) const {
-    if (!of_groups_) return;
-    call.dshift_is_wide = of_groups_->dshift.is_wide;
-    call.dscale_is_wide = of_groups_->dscale.is_wide;
-    call.dgate_is_wide = of_groups_->dgate.is_wide;
-  }
-
-  void allocate(NormResults<void*>& to) {
-    const NormTensors<Read>& read = settled_.read;
-    allocate(a_.needs.dweight, a_.weight, read.weight, made_.dweight, to.dweight);
-    allocate(a_.needs.dbias, a_.bias, read.bias, made_.dbias, to.dbias);
-    if (!of_groups_) {
-      allocate(a_.needs.dshift, a_.shift, read.shift, made_.dshift, to.dshift);
-      allocate(a_.needs.dscale, a_.scale, read.scale, made_.dscale, to.dscale);
-      allocate(a_.needs.dgate, a_.gate, read.gate, made_.dgate, to.dgate);
-      return;
-    }
-    const DataType own = settled_.kernel.weight, wide = statistics_type(settled_.kernel.x);
-    to.dshift = of_groups_->dshift.allocate(own, wide);
-    to.dscale = of_groups_->dscale.allocate(own, wide);
-    to.dgate = of_groups_->dgate.allocate(own, wide);
-    if (a_.x->numel() > 0) return;
-    for (auto* each : {&of_groups_->dshift, &of_groups_->dscale, &of_groups_->dgate}) {
-      each->fill_with_zeros();
-    }
+  // As kernels write them: as they read the parameters. They are zero where no kernel runs.
+  void allocate(NormCall& call) {
+    each([&](size_t i, const auto& field) {
+      void*& data = call.to.*kGradientFields<void*>[i].member;
+      if (auto& of_groups = of_groups_[i]) {
+        data = of_groups->allocate(settled_.kernel.weight, statistics_type(settled_.kernel.x));
+        call.*field.is_wide = of_groups->is_wide;
+        if (a_.x->numel() == 0) of_groups->fill_with_zeros();
+      } else if (a_.needs.*field.needed) {
+        const Optional& parameter = a_.*field.of;
+        const Read& read = settled_.read.*kGradientFields<Read>[i].of;
+        Tensor made =
+            like(parameter, read.type == kNoDataType ? type_of(parameter) : scalar_type(read.type));
+        if (a_.x->numel() == 0) torch::stable::zero_(made);
+        data = made.mutable_data_ptr();
+        made_.*field.member = std::move(made);
+      }
+    });
   }
 
   void give(Results& out) const {
-    const auto as_given = [&](const Optional& made, const Optional& parameter) {
-      const ScalarType type = type_of(parameter);
-      return made ? cast(*made, type) : none(*a_.x, type);
-    };
-    out.dweight = as_given(made_.dweight, a_.weight);
-    out.dbias = as_given(made_.dbias, a_.bias);
-    out.dshift = of_groups_ ? of_groups_->dshift.result() : as_given(made_.dshift, a_.shift);
-    out.dscale = of_groups_ ? of_groups_->dscale.result() : as_given(made_.dscale, a_.scale);
-    out.dgate = of_groups_ ? of_groups_->dgate.result() : as_given(made_.dgate, a_.gate);
+    each([&](size_t i, const auto& field) {
+      const Optional& made = made_.*field.member;
+      const ScalarType type = type_of(a_.*field.of);
+      out.*field.member = of_groups_[i] ? of_groups_[i]->result()
+                          : made        ? cast(*made, type)
+                                        : none(*a_.x, type);
+    });
   }
 
  private:
-  // As kernels write it: as they read the parameter. It is zero where no kernel runs. Rows may have
-  // dweight without a weight, and dbias without a bias.
-  void allocate(bool needed, const Optional& parameter, const Read& read, Optional& made,
-                void*& data) const {
-    if (!needed) return;
+  // All but those of x, and of the input of a gated sum.
+  template <typename Function>
+  static void each(const Function& function) {
+    for (size_t i = 0; i < std::size(kGradientFields<Optional>); ++i) {
+      const auto& field = kGradientFields<Optional>[i];
+      if (field.of != &NormArguments::x && field.of != &NormArguments::input) function(i, field);
+    }
+  }
+  // Rows may have dweight without a weight, and dbias without a bias.
+  Tensor like(const Optional& parameter, ScalarType type) const {
     const Tensor& x = *a_.x;
-    const ScalarType type = read.type == kNoDataType ? type_of(parameter) : scalar_type(read.type);
     const int64_t leading = leading_of(a_);
-    made = parameter ? empty_like(*parameter, type)
+    return parameter ? empty_like(*parameter, type)
                      : empty(x, x.sizes().data() + leading, x.dim() - leading, type);
-    if (x.numel() == 0) torch::stable::zero_(*made);
-    data = made->mutable_data_ptr();
   }
   ScalarType type_of(const Optional& parameter) const {
     const Optional& other = a_.weight ? a_.weight : a_.bias;
-    const Optional& typed = !parameter && of_groups_ ? other : parameter;
+    const Optional& typed = !parameter && is_of_rows(a_) ? other : parameter;
     return typed ? typed->scalar_type() : a_.x->scalar_type();
   }
 
-  struct OfGroups {
-    GroupGradient dshift, dscale, dgate;
-  };
-
   const NormArguments& a_;
   const Settled& settled_;
-  std::optional<OfGroups> of_groups_;
+  std::array<std::optional<GroupGradient>, std::size(kGradientFields<Optional>)> of_groups_;
   Results made_;
 };
 
@@ -335,7 +318,7 @@ Results run_backward(const NormArguments& given, const NormCall& as_given) {
   if (is_gated_sum) out.dinput = needs.dinput ? empty_like(x, type) : none(x, type);
   NormCall call;
   if (is_empty) {
-    gradients.allocate(call.to);
+    gradients.allocate(call);
   } else if (needs.any()) {
     NormArguments a = asked;
     call = as_given;
@@ -344,13 +327,12 @@ Results run_backward(const NormArguments& given, const NormCall& as_given) {
       return conform(tensor, read, x, leading_of(a), dx ? dx->memory : x);
     });
     call.group_rows = groups.rows;
-    gradients.describe(call);
     Prepared prepared;
     if (!prepare_or_copy(a, settled, dx, call, prepared)) {
       if (!is_gated_sum) throw NoKernel();
       return run_gate_apart(given);
     }
-    gradients.allocate(call.to);
+    gradients.allocate(call);
     if (dx) call.to.dx = dx->memory.mutable_data_ptr();
     if (needs.dinput) call.to.dinput = out.dinput->mutable_data_ptr();
     launch_prepared(prepared, call, x);

@@ -205,13 +205,7 @@ bool is_beside(const Tensor& tensor, const Tensor& x) {
 
 RawTensor raw(const Tensor& tensor) {
   const int32_t device = tensor.is_cuda() ? tensor.get_device_index() : kNoDevice;
-  return {tensor.const_data_ptr(),
-          tensor.sizes().data(),
-          tensor.strides().data(),
-          tensor.dim(),
-          data_type_or_none(tensor.scalar_type()),
-          static_cast<int16_t>(device),
-          tensor.is_contiguous()};
+  return raw_of(tensor, static_cast<int16_t>(device));
 }
 RawTensor raw(const std::optional<Tensor>& tensor) { return tensor ? raw(*tensor) : RawTensor(); }
 
