@@ -132,11 +132,10 @@ class _Packed(autograd.Function):
             q, k = qkv_norm_rope(*p)
         ctx.set_materialize_grads(False)
         # A rotation alone does not need qkv for its backward.
-        tensors = p[:5] if p.statistic is not None else (None,) * 5
-        ctx.save_for_backward(*tensors, p.cos, p.sin)
-        ctx.options = (*p[7:12], *p[13:])  # all but the rounding
+        unread = dict.fromkeys(p._fields[:5]) if p.statistic is None else {}
         order = p.qkv if p.qkv.is_contiguous() else dense_like(p.qkv)
-        ctx.layout = (*order.shape,), (*order.stride(),)
+        layout = {"size": (*order.shape,), "stride": (*order.stride(),)}
+        autograd.keep(ctx, {**p._asdict(), **layout, **unread})
         return q, k, part(p, 2)
 
     @staticmethod
@@ -144,12 +143,14 @@ class _Packed(autograd.Function):
         needs: Any = PackedArguments(*ctx.needs_input_grad)
         if all(dy is None for dy in grads):
             return (None,) * len(needs)
-        flags = needs.q_weight or needs.k_weight, needs.q_bias or needs.k_bias
-        call = PackedBackward(*grads, *ctx.saved_tensors, *ctx.options, *ctx.layout, *flags)
+        given = {**autograd.kept(ctx), **dict(zip(PackedBackward._fields, grads, strict=False))}
+        given["needs_dweight"] = needs.q_weight or needs.k_weight
+        given["needs_dbias"] = needs.q_bias or needs.k_bias
+        call = [given[name] for name in PackedBackward._fields]  # all but the rounding
         found = autograd.call_operator(qkv_norm_rope_backward, *call)
         present = (True, *(dy is not None for dy in (*grads[:2], *grads[:2])))
-        given = zip(found, needs[:5], present, strict=True)
-        of_tensors = (d if needed and is_there else None for d, needed, is_there in given)
+        pairs = zip(found, needs[:5], present, strict=True)
+        of_tensors = (d if needed and is_there else None for d, needed, is_there in pairs)
         return (*of_tensors, *[None] * (len(needs) - 5))
 
 
