@@ -35,7 +35,11 @@ class Function(_SingleLevelFunction):
 
 def needs_grad(*args: Any) -> bool:
     """Whether one of these is a tensor that asks for a gradient."""
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    if torch.is_grad_enabled():
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.requires_grad:
+                return True
+    return False
 
 
 def in_forward_mode() -> bool:

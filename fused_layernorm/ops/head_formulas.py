@@ -259,6 +259,8 @@ def _check_beside_q(a: Any, k: Tensor) -> None:
 def _check_beside(name: str, tensor: Tensor, q: str, of: Tensor, *others: torch.dtype) -> None:
     """Raises unless a tensor goes with q, by device and dtype; it may also be of other dtypes."""
     arguments.check_device(name, tensor, q, of)
+    if tensor.dtype is of.dtype or tensor.dtype in others:
+        return
     allowed = [*dict.fromkeys((*arguments.beside(of.dtype), *others))]
     if tensor.dtype not in allowed:
         raise arguments.dtype_error(name, tensor, allowed, q, [of.dtype])

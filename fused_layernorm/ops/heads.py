@@ -55,13 +55,14 @@ class _Forward(autograd.Function):
             found = autograd.redispatch(qk_norm_rope, keyset, *a)
         ctx.set_materialize_grads(False)
         # A rotation alone needs neither q nor k for its backward.
-        unread = dict.fromkeys(a._fields[:6]) if a.statistic is None else {}
-        autograd.keep(ctx, {**a._asdict(), **unread})
+        tensors = a[:6] if a.statistic is not None else (None,) * 6
+        ctx.save_for_backward(*tensors, a.cos, a.sin)
+        ctx.options = a[8:]
         return found if a.k is not None else found[0]
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None = None) -> Any:
-        a: Any = HeadArguments(**autograd.kept(ctx))
+        a: Any = HeadArguments(*ctx.saved_tensors, *ctx.options)
         needs: Any = HeadArguments(*ctx.needs_input_grad[1:])
         # A side without a gradient is left out: where q has none, k takes its place.
         present = [side for side, dy in enumerate((dq, dk)) if dy is not None]

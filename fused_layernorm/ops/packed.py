@@ -132,10 +132,11 @@ class _Packed(autograd.Function):
             q, k = qkv_norm_rope(*p)
         ctx.set_materialize_grads(False)
         # A rotation alone does not need qkv for its backward.
-        unread = dict.fromkeys(p._fields[:5]) if p.statistic is None else {}
+        tensors = p[:5] if p.statistic is not None else (None,) * 5
+        ctx.save_for_backward(*tensors, p.cos, p.sin)
         order = p.qkv if p.qkv.is_contiguous() else dense_like(p.qkv)
-        layout = {"size": (*order.shape,), "stride": (*order.stride(),)}
-        autograd.keep(ctx, {**p._asdict(), **layout, **unread})
+        # All but the rounding.
+        ctx.options = (*p[7:12], *p[13:], (*order.shape,), (*order.stride(),))
         return q, k, part(p, 2)
 
     @staticmethod
@@ -143,10 +144,8 @@ class _Packed(autograd.Function):
         needs: Any = PackedArguments(*ctx.needs_input_grad)
         if all(dy is None for dy in grads):
             return (None,) * len(needs)
-        given = {**autograd.kept(ctx), **dict(zip(PackedBackward._fields, grads, strict=False))}
-        given["needs_dweight"] = needs.q_weight or needs.k_weight
-        given["needs_dbias"] = needs.q_bias or needs.k_bias
-        call = [given[name] for name in PackedBackward._fields]  # all but the rounding
+        flags = needs.q_weight or needs.k_weight, needs.q_bias or needs.k_bias
+        call = (*grads, *ctx.saved_tensors, *ctx.options, *flags)
         found = autograd.call_operator(qkv_norm_rope_backward, *call)
         present = (True, *(dy is not None for dy in (*grads[:2], *grads[:2])))
         pairs = zip(found, needs[:5], present, strict=True)
