@@ -30,8 +30,6 @@ class FusedAdaLayerNorm(Norm, nn.LayerNorm):
         out_dtype: the result's dtype; by default input's, under autocast on CUDA float32.
     """
 
-    statistic = "layer"
-
     def __init__(
         self,
         normalized_shape: Any,

@@ -28,7 +28,7 @@ import torch
 from torch._ops import OpOverload
 
 from .integrations.after_import import after_import
-from .ops import gated, groups, heads, load
+from .ops import gated, groups, head_formulas, heads, load
 from .ops.family import FAMILIES, GRADIENTS
 
 # Arguments that have a row, or a number, for each row; the last four are of heads.
@@ -78,18 +78,16 @@ def register_sharding_rules() -> None:
         is_of_heads = operator in (heads.qk_norm_rope, heads.qk_norm_rope_backward)
 
         def outputs(call: Any, inputs: dict[str, Any], placement: Placement) -> list[Placement]:
-            if is_of_heads:
-                found = [placement, Replicate() if call.k is None else placement]
-                for parameter in differentiated:
-                    for name in (f"q_{parameter}", f"k_{parameter}"):
-                        given = getattr(call, f"needs_d{parameter}") and inputs[name] is not None
-                        found.append(of_gradient(placement, None) if given else Replicate())
-                return found
             if differentiated:
+                names, wanted = differentiated, call.wanted
+                if is_of_heads:
+                    names, wanted = head_formulas.gradients_of(call), head_formulas.wanted(call)
                 return [
-                    of_gradient(placement, inputs[name]) if name in call.wanted else Replicate()
-                    for name in differentiated
+                    of_gradient(placement, inputs[name]) if name in wanted else Replicate()
+                    for name in names
                 ]
+            if is_of_heads:
+                return [placement, Replicate() if call.k is None else placement]
             if not operator._opname.endswith("_forward"):
                 return [placement] * count
             # The mean of an RMSNorm, as that of gated norms always is, is empty.

@@ -24,25 +24,18 @@ for _norm in ("layer_norm", "rms_norm"):
     torch.fx.wrap(_norm)
     torch.fx.wrap(f"add_{_norm}")
 
-# The options of modules, and their defaults.
-_DEFAULTS: dict[str, Any] = {
-    "statistic": "layer",
-    "weight_offset": 0.0,
-    "round_before_weight": False,
-    "activation": None,
-    "scale": 1.0,
-    "out_dtype": None,
-}
+# The options of modules, whose defaults are attributes of `Norm`.
+_OPTIONS = ("statistic", "weight_offset", "round_before_weight", "activation", "scale", "out_dtype")
 
 
 def shown(module: nn.Module) -> str:
     """The options that are not the defaults, as extra_repr shows them."""
-    options = ((name, getattr(module, name, default)) for name, default in _DEFAULTS.items())
-    return "".join(
-        f", {name}={name_of(value) if name == 'out_dtype' else repr(value)}"
-        for name, value in options
-        if value != _DEFAULTS[name]
-    )
+    shown = ""
+    for name in _OPTIONS:
+        value = getattr(module, name, default := getattr(Norm, name))
+        if value != default:
+            shown += f", {name}={name_of(value) if name == 'out_dtype' else repr(value)}"
+    return shown
 
 
 _NONE: Any = None  # torch.jit.script does not know the annotations of attributes
@@ -57,6 +50,7 @@ class Norm(nn.Module):
 
     _stock: Any
     _is_swapped = False
+    statistic = "layer"
     activation = _NONE
     scale = 1.0
     out_dtype = _NONE
@@ -105,14 +99,9 @@ class Norm(nn.Module):
 
 def is_bare(module: Any) -> bool:
     """Whether a module computes what PyTorch's class computes."""
-    return (
-        module.activation is None
-        and module.out_dtype is None
-        and module.scale == 1.0
-        and module.weight_offset == 0.0
-        and not module.round_before_weight
-        and (module._stock is not RMSNorm or getattr(module, "bias", None) is None)
-    )
+    if module._stock is RMSNorm and getattr(module, "bias", None) is not None:
+        return False
+    return all(getattr(module, name) == getattr(Norm, name) for name in _OPTIONS)
 
 
 def is_swapped(self: Any) -> bool:

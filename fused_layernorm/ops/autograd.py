@@ -35,7 +35,11 @@ class Function(_SingleLevelFunction):
 
 def needs_grad(*args: Any) -> bool:
     """Whether one of these is a tensor that asks for a gradient."""
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    if torch.is_grad_enabled():
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.requires_grad:
+                return True
+    return False
 
 
 def in_forward_mode() -> bool:
@@ -138,6 +142,18 @@ def derivatives(
         return torch.autograd.grad(ys, leaves, gs, **how)
 
 
+def keep(ctx: Any, values: dict[str, Any]) -> None:
+    """Saves values, tensors or others, for the backward pass."""
+    ctx.names = [name for name, value in values.items() if isinstance(value, Tensor)]
+    ctx.save_for_backward(*(values[name] for name in ctx.names))
+    ctx.others = {name: value for name, value in values.items() if name not in ctx.names}
+
+
+def kept(ctx: Any) -> dict[str, Any]:
+    """What was saved, by name."""
+    return {**ctx.others, **dict(zip(ctx.names, ctx.saved_tensors, strict=True))}
+
+
 class Backward(Function):
     """A backward operator, whose own derivatives are those of `gradients`, a formula of its
     arguments."""
@@ -149,33 +165,28 @@ class Backward(Function):
         with lower_levels():
             found = redispatch(operator, keyset, *args)
         ctx.set_materialize_grads(False)
-        call = Call(*args)
-        tensors = {n: v for n, v in call._asdict().items() if isinstance(v, Tensor)}
-        ctx.names = [*tensors]
-        ctx.call = call._replace(**dict.fromkeys(tensors))
-        ctx.gradients = gradients
-        ctx.save_for_backward(*tensors.values())
+        ctx.Call, ctx.gradients = Call, gradients
+        keep(ctx, Call(*args)._asdict())
         ctx.mark_non_differentiable(*(g for g in found if g.shape == (0,)))
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        call, gradients = ctx.call, ctx.gradients
+        call, gradients = ctx.Call(**kept(ctx)), ctx.gradients
         used = [i for i, grad in enumerate(grads) if grad is not None]
-        tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-        needs = dict(zip(call._fields, ctx.needs_input_grad[4:], strict=True))
+        needs: Any = ctx.Call(*ctx.needs_input_grad[4:])
         # The statistics are functions of x in the formula.
-        leaves = {n: t for n, t in tensors.items() if needs[n] and n not in ("mean", "rstd")}
+        names = [n for n in ctx.names if getattr(needs, n) and n not in ("mean", "rstd")]
 
-        def of(*values: Tensor) -> tuple[Tensor, ...]:
-            given = {**tensors, **dict(zip(leaves, values, strict=True))}
-            found = gradients(*call._replace(**given))
+        def of(*leaves: Tensor) -> tuple[Tensor, ...]:
+            found = gradients(*call._replace(**dict(zip(names, leaves, strict=True))))
             return tuple(found[i] for i in used)
 
         found: dict[str, Any] = {}
         if used:
             given = [grad for grad in grads if grad is not None]
-            found = dict(zip(leaves, derivatives(of, [*leaves.values()], given), strict=True))
+            leaves = [getattr(call, name) for name in names]
+            found = dict(zip(names, derivatives(of, leaves, given), strict=True))
         return (None, None, None, None, *(found.get(name) for name in call._fields))
 
 

@@ -216,9 +216,7 @@ class Forward(autograd.Function):
         # Backward reads the dtype of a weight at least.
         is_unread = saved["weight"] is None and a.weight is not None
         ctx.weight_like = (a.weight.shape, a.weight.dtype) if is_unread else None
-        ctx.names = [name for name, value in saved.items() if isinstance(value, Tensor)]
-        ctx.save_for_backward(*(saved.pop(name) for name in ctx.names))
-        ctx.others = saved
+        autograd.keep(ctx, saved)
         ctx.input_dtype = a.input.dtype
         return found
 
@@ -227,10 +225,10 @@ class Forward(autograd.Function):
         family, Call = ctx.family, ctx.Call
         needs = family.Call(*ctx.needs_input_grad[2:])._asdict()
         dresidual = others[0] if len(others) > 2 else None
-        tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        given = autograd.kept(ctx)
         if ctx.weight_like is not None:
             shape, dtype = ctx.weight_like
-            tensors["weight"] = tensors["x"].new_empty(shape, dtype=dtype)
+            given["weight"] = given["x"].new_empty(shape, dtype=dtype)
         is_gated = "needs_dinput" in Call._fields
         needs["x"] = needs.get("residual") or (needs["input"] and not is_gated)
         flags = {f"needs_d{name}": needs[name] for name in Call.differentiated}
@@ -239,10 +237,10 @@ class Forward(autograd.Function):
             gradients["x"] = dresidual
             if is_gated and dresidual is not None:
                 of_gate = (flags["needs_dinput"], flags["needs_dgate"])
-                found = load.gate_backward(dresidual, tensors["input"], tensors["gate"], *of_gate)
+                found = load.gate_backward(dresidual, given["input"], given["gate"], *of_gate)
                 gradients |= zip(("input", "gate"), found, strict=True)
         else:
-            given = {**ctx.others, **tensors, **flags, "dy": dy}
+            given |= {**flags, "dy": dy}
             if "dresidual" in Call._fields:
                 given["dresidual"] = dresidual
             found = autograd.call_operator(ctx.operator, *Call(**given))

@@ -151,6 +151,12 @@ def wanted(b: Any) -> list[str]:
     return [n for n in ("qkv", "q", "k", *weights, *biases) if getattr(b, n, None) is not None]
 
 
+def gradients_of(b: Any) -> list[str]:
+    """The names of the tensors whose gradients a backward operator gives, in their order."""
+    tensors = ("qkv", "q", "k", "q_weight", "k_weight", "q_bias", "k_bias")
+    return [name for name in tensors if name in b._fields]
+
+
 def results(b: Any, found: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """What a backward operator gives: gradients by name, and empty tensors for the others."""
     some: Tensor = next(dy for dy in b if dy is not None)
@@ -159,9 +165,7 @@ def results(b: Any, found: dict[str, Tensor]) -> tuple[Tensor, ...]:
         like = getattr(b, name)
         return some.new_empty(0, dtype=some.dtype if like is None else like.dtype)
 
-    x, parameters = ("qkv", "q", "k"), ("q_weight", "k_weight", "q_bias", "k_bias")
-    names = (*(name for name in x if name in b._fields), *parameters)
-    return tuple(found[name] if name in found else empty(name) for name in names)
+    return tuple(found[n] if n in found else empty(n) for n in gradients_of(b))
 
 
 def gradients(operator: OpOverload, formula: Callable[[Any], Any], b: Any) -> tuple[Tensor, ...]:
@@ -255,6 +259,8 @@ def _check_beside_q(a: Any, k: Tensor) -> None:
 def _check_beside(name: str, tensor: Tensor, q: str, of: Tensor, *others: torch.dtype) -> None:
     """Raises unless a tensor goes with q, by device and dtype; it may also be of other dtypes."""
     arguments.check_device(name, tensor, q, of)
+    if tensor.dtype is of.dtype or tensor.dtype in others:
+        return
     allowed = [*dict.fromkeys((*arguments.beside(of.dtype), *others))]
     if tensor.dtype not in allowed:
         raise arguments.dtype_error(name, tensor, allowed, q, [of.dtype])

@@ -58,8 +58,7 @@ class _Forward(autograd.Function):
         tensors = a[:6] if a.statistic is not None else (None,) * 6
         ctx.save_for_backward(*tensors, a.cos, a.sin)
         ctx.options = a[8:]
-        ctx.has_k = a.k is not None
-        return found if ctx.has_k else found[0]
+        return found if a.k is not None else found[0]
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None = None) -> Any:

@@ -134,9 +134,9 @@ class _Packed(autograd.Function):
         # A rotation alone does not need qkv for its backward.
         tensors = p[:5] if p.statistic is not None else (None,) * 5
         ctx.save_for_backward(*tensors, p.cos, p.sin)
-        ctx.options = (*p[7:12], *p[13:])  # all but the rounding
         order = p.qkv if p.qkv.is_contiguous() else dense_like(p.qkv)
-        ctx.layout = (*order.shape,), (*order.stride(),)
+        # All but the rounding.
+        ctx.options = (*p[7:12], *p[13:], (*order.shape,), (*order.stride(),))
         return q, k, part(p, 2)
 
     @staticmethod
@@ -145,11 +145,11 @@ class _Packed(autograd.Function):
         if all(dy is None for dy in grads):
             return (None,) * len(needs)
         flags = needs.q_weight or needs.k_weight, needs.q_bias or needs.k_bias
-        call = PackedBackward(*grads, *ctx.saved_tensors, *ctx.options, *ctx.layout, *flags)
+        call = (*grads, *ctx.saved_tensors, *ctx.options, *flags)
         found = autograd.call_operator(qkv_norm_rope_backward, *call)
         present = (True, *(dy is not None for dy in (*grads[:2], *grads[:2])))
-        given = zip(found, needs[:5], present, strict=True)
-        of_tensors = (d if needed and is_there else None for d, needed, is_there in given)
+        pairs = zip(found, needs[:5], present, strict=True)
+        of_tensors = (d if needed and is_there else None for d, needed, is_there in pairs)
         return (*of_tensors, *[None] * (len(needs) - 5))
 
 
