@@ -525,11 +525,12 @@ def test_more_than_2_to_the_30_heads(needs_memory):
         torch.testing.assert_close(dx[:, :, part].double(), gradient, rtol=2**-6, atol=2**-6)
 
 
-@pytest.mark.on_cpu
-def test_autocast_changes_nothing_of_heads():
-    x, w = torch.randn(1, 2, 2, 8), torch.ones(8)
-    with torch.autocast("cpu", BF16):
-        assert norm_rope(x, w, None, None).dtype == F32
+@pytest.mark.parametrize("of", [of_heads, of_packed])
+def test_autocast_changes_nothing_of_heads(of, device):
+    t = make(of(dtype=F32), device)
+    with torch.autocast(device, BF16):
+        found = t.problem.forward(t)
+    assert all(map(torch.equal, found, t.problem.forward(t)))
 
 
 # ---- Of several families: torch.compile, torch.export.

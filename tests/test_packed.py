@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import BF16, F32, PACKED, of_packed
+from families import F32, PACKED, of_packed
 from numerics import make
 from torch._dynamo.backends.common import aot_autograd
 
@@ -160,7 +160,7 @@ def test_writing_without_gradients(device):
     assert not t.problem.split(t.qkv)[2].any()
 
 
-# ---- Angles, autocast.
+# ---- Angles.
 
 
 def test_angles_with_gradients(device):
@@ -172,13 +172,6 @@ def test_angles_with_gradients(device):
         for function in (problem.forward, lambda t: apart(problem, t))
     ), strict=True):  # fmt: skip
         torch.testing.assert_close(*found)
-
-
-def test_autocast_changes_nothing(device):
-    t, _ = of(of_packed(dtype=F32), device)
-    with torch.autocast(device, BF16):
-        found = t.problem.forward(t)
-    assert all(map(torch.equal, found, t.problem.forward(t)))
 
 
 # ---- Graphs.
