@@ -166,20 +166,13 @@ def model(text, norm=layer, **others):
     return namespace["function"]
 
 
-# ---- The functions of torch.nn.functional that may write in place, by their signatures -----------
+# ---- The functions of torch.nn.functional that may write in place, as modules call them too ------
 
-
-def with_inplace(module: Any, of: Any = lambda value: value) -> list[str]:
-    """The names in a module of what has an argument `inplace`."""
-    found = [(name, of(getattr(module, name))) for name in dir(module)]
-    return [
-        name
-        for name, value in found
-        if inspect.isfunction(value) and "inplace" in inspect.signature(value).parameters
-    ]
-
-
-FUNCTIONS = with_inplace(F)
+FUNCTIONS = [
+    name
+    for name, value in sorted(vars(F).items())
+    if inspect.isfunction(value) and "inplace" in inspect.signature(value).parameters
+]
 
 
 def by_position(name: str, inplace: bool, training: bool = False) -> tuple[Any, ...]:

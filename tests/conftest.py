@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tests' shared fixtures: devices, forced kernel strategies, poisoned memory."""
 
-import functools
 import gc
-import inspect
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,40 +14,20 @@ import fused_layernorm  # noqa: F401  (registers the operators)
 
 sys.path.insert(0, str(Path(__file__).parent))  # for numerics.py, in any import mode
 
-# What makes a CUDA tensor, unless it is a fake one.
-MAKES_CUDA = re.compile(r"""["']cuda(:\d+)?["']\s*[,)]|\.cuda\(""")
-
-
-def uses_cuda(item):
-    """Whether a test makes CUDA tensors: it has a parameter "cuda", or its source says so."""
-    callspec = getattr(item, "callspec", None)
-    if callspec is not None and "cuda" in map(str, callspec.params.values()):
-        return True
-    return says_cuda(item.function)
-
-
-@functools.cache  # of a function with many parameters the source is read once
-def says_cuda(function):
-    source = inspect.getsource(function).partition("def ")[2]  # without the decorators
-    return MAKES_CUDA.search(source) is not None and "FakeTensorMode" not in source
-
 
 def devices():
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out the tests for which there are too few GPUs; one without its marker is an error."""
-    needed = [
-        2 if item.get_closest_marker("multi_gpu") else int(bool(item.get_closest_marker("gpu")))
-        for item in items
-    ]
-    pairs = [*zip(items, needed, strict=True)]
-    if unmarked := [item.nodeid for item, n in pairs if n == 0 and uses_cuda(item)]:
-        raise pytest.UsageError("tests that use CUDA need the marker gpu: " + ", ".join(unmarked))
+    """Leaves out the tests for which there are too few GPUs."""
+
+    def needed(item):
+        return 2 if item.get_closest_marker("multi_gpu") else bool(item.get_closest_marker("gpu"))
+
     there = devices()
-    config.hook.pytest_deselected(items=[item for item, n in pairs if n > there])
-    items[:] = [item for item, n in pairs if n <= there]
+    config.hook.pytest_deselected(items=[item for item in items if needed(item) > there])
+    items[:] = [item for item in items if needed(item) <= there]
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_layernorm
+from fused_layernorm.ops import packed
 
 # By kind, the tensors in the order of the functions' and the operators' arguments.
 NAMES = {
@@ -28,6 +29,13 @@ OTHERS = {
     "channels": ("x", "weight", "bias"),
 }
 ALL_NAMES = NAMES | OTHERS
+# Of heads, two of q beside one of k, and of v, by the operator and by the packed ones' node: the
+# functions take float64 to PyTorch's operators.
+HEADS = {
+    "heads": ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias"),
+    "packed": ("qkv", "q_weight", "k_weight", "q_bias", "k_bias"),
+}
+WITH_HEADS = ALL_NAMES | HEADS
 TAKE_ACTIVATIONS = ("plain", "residual", "groups", "channels")
 ROWS = {"plain": 1, "residual": 2, "modulated": 1, "gated": 3}  # tensors before normalized_ndim
 
@@ -46,7 +54,44 @@ def tensors(kind, device="cpu", shape=(2, 3, 4), dtype=torch.float64, other=Fals
         channels = 2 * rows
         sizes = {"x": (batch, channels, cols), "weight": (channels,), "bias": (channels,)}
         sizes |= {"shift": (batch, channels, 1), "scale": (batch, channels)}
-    return tuple(torch.randn(sizes[name], device=device, dtype=dtype) for name in ALL_NAMES[kind])
+    elif kind in HEADS:
+        sizes = dict.fromkeys(HEADS[kind], (4,))
+        sizes |= {name: (batch, rows, n, 4) for name, n in (("q", 2), ("k", 1), ("qkv", 4))}
+    return tuple(torch.randn(sizes[name], device=device, dtype=dtype) for name in WITH_HEADS[kind])
+
+
+def _angles(x):
+    """cos and sin of the first two columns of heads."""
+    angles = torch.linspace(0.5, 2.5, x.shape[1], device=x.device, dtype=x.dtype)[:, None]
+    return angles.cos(), angles.sin()
+
+
+def _of_heads(kind, *, statistic="rms", interleaved=False, by_groups=False):
+    kinds = (2, 1, 1e-3, statistic, 0.0, False, interleaved)
+
+    def call(*given):
+        angles = _angles(given[0])
+        if kind == "packed":
+            return packed.run(*given, *angles, *kinds, 1, by_groups)
+        return torch.ops.fused_layernorm.qk_norm_rope(*given, *angles, *kinds, False)
+
+    return call
+
+
+def _stock_of_heads(kind, *, statistic="rms", interleaved=False, by_groups=False):
+    """With a single k and v, groups of heads lie as q, k and v do."""
+    how: Any = {"statistic": statistic, "rotary_dim": 2, "interleaved": interleaved}
+    of: Any = reference
+
+    def call(*given):
+        *rows, q_weight, k_weight, q_bias, k_bias = given
+        q, k, *v = rows[0].split((2, 1, 1), 2) if kind == "packed" else rows
+        sides = ((q, q_weight, q_bias), (k, k_weight, k_bias))
+        angles = _angles(q)
+        return (*(of.norm_rope(x, weight, *angles, 1e-3, bias=bias, **how)
+                  for x, weight, bias in sides), *v)  # fmt: skip
+
+    return call
 
 
 def stock(kind, **how):
@@ -56,6 +101,8 @@ def stock(kind, **how):
     F.layer_norm takes mean and rstd as constants, so that its third derivative is wrong.
     """
 
+    if kind in HEADS:
+        return _stock_of_heads(kind, **how)
     of: Any = reference  # without types: mypy cannot count tensors that are passed with a star
 
     def call(x, *given):
@@ -88,6 +135,8 @@ def _stock(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0):
 
 def ours(kind, **how):
     """The same by this package's function of that kind."""
+    if kind in HEADS:
+        return _of_heads(kind, **how)
     functions: dict[str, Any] = {
         "groups": lambda x, *given: fused_layernorm.ada_group_norm(x, 2, *given, **how),
         "gates": lambda x, gate, weight, bias: fused_layernorm.rms_norm_gated(

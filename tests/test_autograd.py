@@ -9,7 +9,7 @@ import forms
 import pytest
 import torch
 import torch.nn.functional as F
-from forms import ALL_NAMES, NAMES, ROWS, TAKE_ACTIVATIONS
+from forms import ALL_NAMES, NAMES, ROWS, TAKE_ACTIVATIONS, WITH_HEADS
 from numerics import ACTIVATIONS, covering
 from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -43,6 +43,10 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
     ("gates", {"gate_first": True, "group_size": 2}),
     ("gates", {"gate_first": True, "gate_activation": "sigmoid"}),
     ("channels", {"activation": "silu"}),
+    ("heads", {"statistic": "layer"}),
+    ("heads", {"interleaved": True}),
+    ("packed", {}),
+    ("packed", {"statistic": "layer", "by_groups": True}),
 ]
 
 
@@ -56,7 +60,8 @@ def check_derivatives(function, tensors, fast=True, **how):
 
 @pytest.mark.parametrize(
     ("kind", "options", "other"),
-    [(*form, False) for form in FORMS] + [(*form, True) for form in FORMS if "ed" in form[0]],
+    [(*form, False) for form in FORMS]
+    + [(*form, True) for form in FORMS if form[0] in ("modulated", "gated")],
     ids=str,
 )
 def test_gradcheck(device, kind, options, other):
@@ -97,7 +102,7 @@ def options_of(kind, **others):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(kind, options_of(kind)) for kind in ALL_NAMES]
+    [(kind, options_of(kind)) for kind in WITH_HEADS]
     + [(kind, options_of(kind, **RMS)) for kind in NAMES],
     ids=str,
 )
@@ -108,7 +113,7 @@ def test_gradcheck_where_some_are_absent_or_frozen(device, kind, options):
         check_derivatives(function, forms.leaves(tensors, mask))
     absent = [
         name in ("shift", "scale", "weight", "bias") or (name, kind) == ("gate", "gated")
-        for name in ALL_NAMES[kind]
+        for name in WITH_HEADS[kind]
     ]
     for mask in some(sum(absent)):
         choice = iter(mask)
@@ -152,7 +157,7 @@ def tangents_of_backward(function, tensors):
             dy = forward_ad.make_dual(y.detach().cos(), y.detach().sin())
             how: Any = {"create_graph": create_graph, "retain_graph": True, "allow_unused": True}
             found = torch.autograd.grad(y, leaves, dy, **how)
-            results += [forward_ad.unpack_dual(g).tangent for g in found]
+            results += [forward_ad.unpack_dual(g).tangent for g in found if g is not None]
     return results
 
 
@@ -285,6 +290,8 @@ BATCHED = {
                ALL_NAMES["groups"]],
     "gates": [("x",), ("gate",), ("x", "gate"), ("weight",), ALL_NAMES["gates"]],
     "channels": [("x",), ("x", "weight")],
+    "heads": [("q", "k"), ("k",), ("q_weight",), WITH_HEADS["heads"]],
+    "packed": [("qkv",), ("k_weight", "q_bias"), WITH_HEADS["packed"]],
 }  # fmt: skip
 
 
@@ -296,7 +303,7 @@ def test_vmap(device, name, kind, batched):
     """The dimension that vmap goes over is the first of some tensors, and the last of others."""
     dims: list[int | None] = []
     tensors = list(forms.tensors(kind, device))
-    for i, argument in enumerate(ALL_NAMES[kind]):
+    for i, argument in enumerate(WITH_HEADS[kind]):
         is_batched = argument in batched
         dims.append((0, -1)[i % 2] if is_batched else None)
         if is_batched:

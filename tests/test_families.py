@@ -25,6 +25,7 @@ from families import (
     Gated,
     of_groups,
     of_heads,
+    of_packed,
 )
 from golden_plans import group_plan
 from numerics import ids, make, modulated, ours
@@ -32,7 +33,7 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import fused_layernorm as fl
-from fused_layernorm.ops import heads
+from fused_layernorm.ops import heads, packed
 
 OPS: Any = torch.ops.fused_layernorm
 # Without types: mypy cannot count tensors that are passed with a star.
@@ -450,65 +451,63 @@ def test_one_result_alone_has_a_gradient(device):
                 assert leaves[3 - side].grad is None
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_derivatives_of_all_orders(interleaved):
-    c = of_heads(dtype=F64, cols=6, rotary=4, positions=2, batch=1, heads=(2, 1),
-           statistic="layer", affine="both", interleaved=interleaved, eps=1e-3)  # fmt: skip
-    t = make(c, "cpu")
-    names = [*c.NAMES, "cos", "sin"]
+def test_derivatives_of_rotations_alone():
+    q, k = (torch.randn(1, 2, n, 6, dtype=F64, requires_grad=True) for n in (2, 4))
+    cos, sin = torch.randn(2, 2, 2, dtype=F64)
+    kinds = (4, 1, 1e-3, None, 0.0, False, False)
+
+    def of_both(q, k):
+        return heads.qk_norm_rope(q, k, *[None] * 4, cos, sin, *kinds, False)
+
+    def of_one(qkv):
+        return packed.run(qkv, *[None] * 4, cos, sin, *kinds, 1, True)
+
+    for function, given in ((of_both, (q, k)), (of_one, (k,))):
+        assert gradcheck(function, given)
+        assert gradgradcheck(function, given)
+
+
+def test_angles_have_gradients():
+    q, k, cos, sin = (torch.randn(1, 2, *n, dtype=F64, requires_grad=True)
+                      for n in ((2, 6), (1, 6), (2,), (2,)))  # fmt: skip
 
     def run(*tensors):
-        return c.forward(t.but(**dict(zip(names, tensors, strict=True))))
+        return qk_norm_rope(*tensors[:2], None, None, *tensors[2:], 1e-3, rotary_dim=4)
 
-    leaves = [getattr(t, name).detach().double().requires_grad_() for name in names]
-    assert gradcheck(run, leaves, check_forward_ad=True)
-    assert gradgradcheck(run, leaves)
-    leaves[6:] = [angles.detach() for angles in leaves[6:]]
-
-    def by_operator(*tensors):
-        return heads.qk_norm_rope(*tensors, 4, 1, 1e-3, "layer", 0.0, False, interleaved, False)
-
-    assert gradcheck(by_operator, leaves)
-    assert gradgradcheck(by_operator, leaves)
+    assert gradcheck(run, (q, k, cos, sin), check_forward_ad=True)
+    assert gradgradcheck(run, (q, k, cos, sin))
 
 
-def test_double_backward_of_the_kernels(device):
-    c = of_heads(dtype=F32, cols=32, positions=3)
-    t = make(c, device)
-    cos, sin = t.cos, t.sin
+@pytest.mark.parametrize("of", [of_heads, of_packed])
+def test_double_backward_of_the_kernels(of, device):
+    t = make(of(dtype=F32, cols=32, positions=3, heads=(3, 3)), device)
 
-    def second(*tensors):
-        q, k, *weights = (t.detach().requires_grad_() for t in tensors)
-        y = qk_norm_rope(q, k, *weights, cos.to(q.dtype), sin.to(q.dtype), eps=c.eps)
-        (g,) = torch.autograd.grad(y[0].square().sum(), q, create_graph=True)
-        return torch.autograd.grad(g.square().sum(), (q, weights[0]))
+    def second(dtype):
+        leaves = [u.detach().to(dtype).requires_grad_() for u in t.inputs().values()]
+        given = dict(zip(t.inputs(), leaves, strict=True))
+        y = t.problem.forward(t.but(**given, cos=t.cos.to(dtype), sin=t.sin.to(dtype)))
+        loss = (y[0].square() * y[-1][:, :, :1]).sum() + y[1].sum()
+        (g,) = torch.autograd.grad(loss, leaves[0], create_graph=True)
+        return torch.autograd.grad(g.square().sum(), leaves[:2])
 
-    found = second(*t.inputs().values())
-    expected = second(*(u.double() for u in t.inputs().values()))
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(second(F32), second(F64), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("statistic", ["rms", None])
-def test_vmap_of_heads(statistic, device):
-    c = of_heads(dtype=F32, statistic=statistic, affine="weight" if statistic else "none", batch=3)
-    t = make(c, device)
-    q, k, weights = t.q, t.k, (t.q_weight, t.k_weight)
+@pytest.mark.parametrize("of", [of_heads, of_packed])
+def test_vmap_of_heads(of, device):
+    """To the bit, of one sample after another; a rotation alone, too."""
+    for how in ({}, {"statistic": None, "affine": "none"}):
+        t = make(of(dtype=F32, batch=3, **how), device)
+        names = [name for name in ("qkv", "q", "k") if name in t.inputs()]
 
-    def run(q, k, qw, kw):
-        return qk_norm_rope(q[None], k[None], qw, kw, t.cos, t.sin, **c.options)
+        def run(*rows, t=t, names=names):
+            given = zip(names, (x[None] for x in rows), strict=True)
+            return t.problem.forward(t.but(**dict(given)))
 
-    expected = c.forward(t)
-    found = torch.vmap(run, in_dims=(0, 0, None, None))(q, k, *weights)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a.squeeze(1), b)
-    if statistic:
-        many = [torch.stack([w, 2 * w, -w]) for w in weights]
-        found = torch.vmap(run, in_dims=(0, 0, 0, 0))(q, k, *many)
-        assert torch.equal(found[0][0, 0], expected[0][0])
-        loss = torch.func.grad(lambda *a: run(*a)[0].square().sum(), argnums=(0, 2))
-        _dq, dw = torch.vmap(loss, in_dims=(0, 0, None, None))(q, k, *weights)
-        assert dw.shape == (3, c.shape[-1])
+        found = torch.vmap(run)(*(getattr(t, name) for name in names))
+        for a, b in zip(found, t.problem.forward(t), strict=True):
+            assert torch.equal(a.squeeze(1), b)
 
 
 @pytest.mark.gpu
@@ -526,11 +525,12 @@ def test_more_than_2_to_the_30_heads(needs_memory):
         torch.testing.assert_close(dx[:, :, part].double(), gradient, rtol=2**-6, atol=2**-6)
 
 
-@pytest.mark.on_cpu
-def test_autocast_changes_nothing_of_heads():
-    x, w = torch.randn(1, 2, 2, 8), torch.ones(8)
-    with torch.autocast("cpu", BF16):
-        assert norm_rope(x, w, None, None).dtype == F32
+@pytest.mark.parametrize("of", [of_heads, of_packed])
+def test_autocast_changes_nothing_of_heads(of, device):
+    t = make(of(dtype=F32), device)
+    with torch.autocast(device, BF16):
+        found = t.problem.forward(t)
+    assert all(map(torch.equal, found, t.problem.forward(t)))
 
 
 # ---- Of several families: torch.compile, torch.export.

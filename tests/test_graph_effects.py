@@ -2,7 +2,6 @@
 """The graph pass sees every write: whatever writes into an operand between a norm and what would be
 fused with it, the results stay those of eager PyTorch."""
 
-import inspect
 import itertools
 import operator
 import re
@@ -10,7 +9,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from captured import FUNCTIONS, by_position, detached, model, run, tensors, with_inplace
+from captured import FUNCTIONS, by_position, detached, model, run, tensors
 from compiling import afresh, everywhere  # noqa: F401
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -53,9 +52,6 @@ def compare(text, act):
     return rows
 
 
-MODULES = with_inplace(nn, lambda value: getattr(value, "__init__", None))
-
-
 def shaped(name, function):
     """A call of a function with a tensor viewed with as many dimensions as its name says."""
     function, *given = function
@@ -64,18 +60,8 @@ def shaped(name, function):
     return lambda t: function(t.view(shape), *given)
 
 
-def module(name):
-    required = [
-        p.name
-        for p in inspect.signature(getattr(nn, name)).parameters.values()
-        if p.default is inspect.Parameter.empty
-    ]
-    return getattr(nn, name)(**dict.fromkeys(required, 0.5), inplace=True)
-
-
 def test_what_is_found_by_inspection():
     assert {"leaky_relu", "elu", "hardtanh", "rrelu", "alpha_dropout", "dropout2d"} <= {*FUNCTIONS}
-    assert {"LeakyReLU", "ReLU6", "Hardswish", "FeatureAlphaDropout", "Dropout3d"} <= {*MODULES}
 
 
 # ---- Other writes ------------------------------------------------------------------------------
@@ -135,7 +121,6 @@ OTHERS = {
 WRITES = {
     **OTHERS,
     **{name: shaped(name, by_position(name, True, True)) for name in FUNCTIONS},
-    **{name: shaped(name, (module(name),)) for name in MODULES},
 }
 
 

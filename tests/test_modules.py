@@ -221,30 +221,13 @@ SEEN: dict[str, Any] = {
     "subclass": lambda x, w, b: fl.layer_norm(nn.Parameter(x), w, b),
     "transform": lambda x, w, b: torch.func.grad(lambda x: fl.layer_norm(x, w).sum())(x),
 }
-SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
-    "sample": {"shift": (2, 1, 8), "scale": (2, 1, 8), "gate": (2, 1, 8)},
-    "token": {"shift": (2, 3, 8), "scale": (2, 3, 8), "gate": (2, 3, 8)},
-    "one shift": {"shift": (8,)},
-    "one scale": {"scale": (2, 1, 1)},
-    "one gate": {"gate": ()},
-}
-
-
-def modulated(name, gated):
-    def call(x, w, b):
-        given: Any = {k: torch.ones(size, dtype=x.dtype).cos() for k, size in SHAPES[name].items()}
-        gate = given.pop("gate", None)
-        return (
-            fl.add_ada_layer_norm(x, x, gate, **given) if gated else fl.ada_layer_norm(x, **given)
-        )
-
-    return call
-
-
-MODULATED = {
-    f"{name}{' gated' * gated}": modulated(name, gated)
-    for name in SHAPES
-    for gated in (False, True)
+MODULATED: dict[str, Any] = {
+    "sample": lambda x, w, b: fl.ada_layer_norm(x, x[:, :1].cos(), x[:, :1]),
+    "token": lambda x, w, b: fl.ada_layer_norm(x, x.cos(), x[..., :1]),
+    "one shift": lambda x, w, b: fl.ada_layer_norm(x, w),
+    "sample gated": lambda x, w, b: fl.add_ada_layer_norm(x, x, *[x[:, :1].cos()] * 3),
+    "token gated": lambda x, w, b: fl.add_ada_layer_norm(x, x, x.cos(), w, x.cos()),
+    "one gate": lambda x, w, b: fl.add_ada_layer_norm(x, x, x.new_ones(())),
 }
 EVERY = PLAIN | FUSED | SEEN | MODULATED
 

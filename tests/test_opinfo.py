@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's own test entries (OpInfo) of group_norm and instance_norm: their samples through our
-function, its operators and override_aten(), against PyTorch's, with derivatives; their errors.
+function, its operators and override_aten(), against PyTorch's, with derivatives.
 
 An instance norm is taken without its running statistics, as one of as many groups as channels.
 """
@@ -80,11 +80,3 @@ def test_samples(name, dtype, way, device):
             )
         count += 1
     assert count >= 9
-
-
-@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.cpu_operators)])
-def test_errors(kernels, device):
-    for error in ops()[GROUP].error_inputs(device):
-        sample = error.sample_input
-        with pytest.raises(error.error_type):
-            fl.group_norm(sample.input, *sample.args, **sample.kwargs)

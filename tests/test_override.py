@@ -157,6 +157,8 @@ FORMS: dict[str, Any] = {
     **{f"layer norm of {n}": (lambda x, w, b, n=n: F.layer_norm(x, x.shape[-n:], w, b), X, X[-n:])
        for n in (1, 2, 3)},
     **{f"RMS norm of {n}": (rms(n), X, X[-n:]) for n in (1, 2, 3)},
+    "layer norm of nothing": (layer_norm, (0, 8), (8,)),
+    "layer norm of no columns": (layer_norm, (3, 0), (0,)),
     # F.rms_norm takes a float32 weight beside half-precision input; its result has input's dtype.
     "RMS norm of another weight": (lambda x, weight, bias, eps=None: F.rms_norm(
         x, (32,), weight if weight is None else weight.to(promoted(x)), eps), X, X[-1:]),
@@ -195,20 +197,10 @@ def test_results_and_gradients_are_pytorchs(device, override, calls, form, dtype
     stock = run(dtype)
     with override():
         actual = run(dtype)
-    assert calls() == 1
+    assert calls() == 1 or " of no" in form
     for a, e, like in zip(actual, expected, stock, strict=True):
         assert (a.dtype, a.stride()) == (dtype, like.stride())
         close(a, e.to(dtype), dtype)
-
-
-def test_empty_tensors(device, override):
-    x, weight, _ = inputs(device, shape=(0, 8))
-    with override():
-        y = F.layer_norm(x, (8,), weight)
-        dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
-        assert F.layer_norm(torch.empty(3, 0, device=device), (0,)).shape == (3, 0)
-    assert y.shape == dx.shape == (0, 8)
-    assert dweight.tolist() == [0.0] * 8
 
 
 def test_derivatives_of_any_order_and_mode_are_pytorchs(device, override):

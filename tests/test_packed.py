@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import BF16, F32, F64, PACKED, of_packed
+from families import F32, PACKED, of_packed
 from numerics import make
 from torch._dynamo.backends.common import aot_autograd
-from torch.autograd import gradcheck, gradgradcheck
 
 import fused_layernorm as fl
-from fused_layernorm.ops import packed
 
 pytestmark = pytest.mark.cpu_operators
 
@@ -162,73 +160,7 @@ def test_writing_without_gradients(device):
     assert not t.problem.split(t.qkv)[2].any()
 
 
-# ---- Higher derivatives, transforms.
-
-
-@pytest.mark.parametrize(
-    ("packing", "statistic"), [("3hd", "layer"), ("h3d", "rms"), ("h3d", None)]
-)
-def test_derivatives_of_all_orders(packing, statistic):
-    problem = of_packed(dtype=F32, cols=6, rotary=4, positions=2, batch=1, heads=(4, 2), eps=1e-3,
-                        statistic=statistic, affine="both" if statistic else "none",
-                        packing=packing)  # fmt: skip
-    t = make(problem, "cpu")
-    names = [*t.inputs()]
-    leaves = [u.detach().double().requires_grad_() for u in t.inputs().values()]
-    cos, sin = t.cos.double(), t.sin.double()
-
-    def run(*tensors):
-        return problem.forward(t.but(cos=cos, sin=sin, **dict(zip(names, tensors, strict=True))))
-
-    assert gradcheck(run, leaves, check_forward_ad=True)
-    assert gradgradcheck(run, leaves)
-    four = leaves[0].detach().unflatten(2, (-1, 6)).requires_grad_()
-    others = [dict(zip(names, leaves, strict=True)).get(n) for n in problem.NAMES[1:]]
-    end = (1e-3, statistic, 0.0, False, False, 2, packing == "h3d")
-
-    def by_node(qkv, *tensors):  # functions take float64 to PyTorch's operators
-        return packed.run(qkv, *others, cos, sin, 4, 1, *end)
-
-    assert gradcheck(by_node, (four, *leaves[1:]))
-    assert gradgradcheck(by_node, (four, *leaves[1:]))
-
-
-def test_double_backward_of_the_kernels(device):
-    def second(problem, dtype):
-        t, leaves = of(problem, device, dtype)
-        t = t.but(cos=t.cos.to(dtype), sin=t.sin.to(dtype))
-        q, k, v = problem.forward(t)
-        loss = (q.square() * v[:, :, :1]).sum() + k.sum()
-        (g,) = torch.autograd.grad(loss, leaves[0], create_graph=True)
-        return torch.autograd.grad(g.square().sum(), leaves[:2])
-
-    problem = of_packed(dtype=F32, cols=32, positions=3, heads=(3, 3))
-    for a, b in zip(second(problem, F32), second(problem, F64), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
-
-
-def test_transforms(device):
-    problem = of_packed(dtype=F32, batch=3)
-    t = make(problem, device)
-    expected = problem.forward(t)
-
-    def run(qkv, weight=t.q_weight):
-        return problem.forward(t.but(qkv=qkv[None], q_weight=weight))
-
-    for a, b in zip(torch.vmap(run)(t.qkv), expected, strict=True):
-        assert torch.equal(a.squeeze(1), b)
-    many = torch.stack([t.q_weight, 2 * t.q_weight, -t.q_weight])
-    assert torch.equal(torch.vmap(run)(t.qkv, many)[0][0, 0], expected[0][0])
-
-    def loss(qkv):
-        return sum(y.square().sum() for y in problem.forward(t.but(qkv=qkv)))
-
-    leaf = t.qkv.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(leaf), leaf)
-    torch.testing.assert_close(torch.func.grad(loss)(t.qkv), gradient)
-    tangent = torch.randn_like(t.qkv)
-    along: Any = torch.func.jvp(loss, (t.qkv,), (tangent,))[1]
-    torch.testing.assert_close(along, (gradient * tangent).sum(), rtol=1e-4, atol=1e-3)
+# ---- Angles.
 
 
 def test_angles_with_gradients(device):
@@ -240,13 +172,6 @@ def test_angles_with_gradients(device):
         for function in (problem.forward, lambda t: apart(problem, t))
     ), strict=True):  # fmt: skip
         torch.testing.assert_close(*found)
-
-
-def test_autocast_changes_nothing(device):
-    t, _ = of(of_packed(dtype=F32), device)
-    with torch.autocast(device, BF16):
-        found = t.problem.forward(t)
-    assert all(map(torch.equal, found, t.problem.forward(t)))
 
 
 # ---- Graphs.
