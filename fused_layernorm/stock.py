@@ -96,7 +96,8 @@ def has_foreign_mode(count: int) -> bool:
     own, as those of torch.set_default_device and torch.export are."""
     while count:
         count -= 1
-        if _is_foreign(type(_function_mode_at(count))):
+        mode: Any = type(_function_mode_at(count))
+        if _is_foreign(mode):
             return True
     return False
 

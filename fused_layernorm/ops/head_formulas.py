@@ -174,9 +174,9 @@ def gradients(operator: OpOverload, formula: Callable[[Any], Any], b: Any) -> tu
     a, names = of_forward(operator, b), wanted(b)
     grads = [dy for name, dy in zip(b._fields[:3], b[:3], strict=True) if name[0] == "d"]
 
-    def function(*leaves: Tensor) -> list[Tensor]:
+    def function(*leaves: Tensor) -> tuple[Tensor, ...]:
         found = formula(a._replace(**dict(zip(names, leaves, strict=True))))
-        return [y for y, dy in zip(found, grads, strict=False) if dy is not None]
+        return tuple(y for y, dy in zip(found, grads, strict=False) if dy is not None)
 
     leaves = [getattr(a, name) for name in names]
     found = derivatives(function, leaves, [dy for dy in grads if dy is not None])
