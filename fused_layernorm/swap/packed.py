@@ -121,7 +121,9 @@ _LAYER_NORMS = (forwards.timm_last_dims, forwards.last_dims, forwards.of_layer_n
 
 def has_norms(module: nn.Module, planned: Any) -> bool:
     """Whether the module's norms of heads are, or will be, fused."""
-    norms = [module._modules.get(name) for name in ("q_norm", "k_norm")]
+    # The dictionary of a scripted module has no `get`.
+    parts = dict(module._modules.items())
+    norms = [parts.get(name) for name in ("q_norm", "k_norm")]
     return all(one is not None and (one in planned or is_fused(one)) for one in norms)
 
 
