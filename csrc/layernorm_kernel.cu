@@ -21,10 +21,10 @@ namespace {
 
 template <bool kEarly>
 struct RowBlock : ForwardTeam {
-  // Without kEarly the row takes all registers.
+  // Without kEarly the row leaves no registers for parameters that are loaded early.
   static constexpr int kMostEarlyWords = kEarly ? 64 : 0;
   static constexpr Use kEarlyUse = Use::kAhead;  // ahead of the barrier in sum()
-  // Eight vectors beside a residual leave no register for it.
+  // Eight vectors beside a residual leave no registers for the cache policy.
   template <typename N, int kVecs>
   static constexpr bool kChoosesL2 = kVecs < 8 || !N::Prologue::kMayStore;
   BlockTeam team;
@@ -37,8 +37,8 @@ struct RowBlock : ForwardTeam {
     return team_sum(v, team, scratch[n]);
   }
 
-  // If the first elements were loaded behind the row, their load would also wait behind the stores
-  // of residual_out (bfloat16 with a residual: 32768 x 4096 271 us, loaded before the row 260). But
+  // If the first elements were loaded after the row, their load would also wait for the stores of
+  // residual_out (bfloat16 with a residual: 32768 x 4096 271 us, loaded before the row 260). But
   // eight vectors beside a residual leave no register for a pivot that is loaded before the row.
   template <typename N, int kVecs, bool kRagged>
   static constexpr bool kPivotFirst = kRagged || kVecs < 8 || !N::Prologue::kMayStore;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
   const int first_scratch = team_index * scratch_values(team.warps());
-  // Iterations from a row's first read to the barrier behind its last read.
+  // The barrier that follows a row's last read comes so many iterations after its first read.
   constexpr int kHeld = kKeep ? 0 : 1;
   RingPosition read;
   for (int i = 0; i < work.rows; ++i) {
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     Pair<Acc> sums;
     rows.template add_row<kKeep>(read.stage, row, statistics, sums, grads, kept);
     sums = team_sum(sums, team, scratch[i & 1] + first_scratch);
-    // Behind the barrier of team_sum(), no thread reads the row of kHeld iterations ago any more.
+    // After the barrier in team_sum() no thread reads the row of kHeld iterations ago any more.
     rows.refill(team, work, read, i, kHeld);
     if (p.dx != nullptr) {
       const Pair<Acc> means = means_of(p, sums);
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   }
 }
 
-// Launches the kernel for slices of rows with a single slice, which is the whole row.
+// Runs the strategy split's kernel with a single slice, which is the whole row.
 cudaError_t launch_as_slices(const BackwardParams& params, const DataTypes& types,
                              const backward::Block& plan, cudaStream_t stream) {
   backward::Split whole;

@@ -48,14 +48,15 @@ inline std::optional<int> teams_of_rows(const Problem& problem, const Device& de
   return are_many ? std::min(teams, most) : teams;
 }
 
-// The stages of the ring of each of `teams` teams, or none where rows come without a ring.
+// The stages of the ring of each of `teams` teams; std::nullopt where rows come without a ring.
 inline std::optional<int> row_stages(const Problem& problem, const Device& device, const Team& team,
                                      int teams, const Forced& forced) {
   const int most = most_stages(team, teams, device);
   if (const auto stages = forced.of(Field::kStages)) {
     return *stages <= most && *stages >= least_stages(team.keeps, 0) ? stages : std::nullopt;
   }
-  // As if one block had all rows: with two rows for each team and one more, one has a third.
+  // A ring pays from least_ring_rows rows a team on. The rows are counted as if one block had all
+  // of them: if they are more than least_ring_rows - 1 for each team, some team has one more.
   const BackwardTuning& tuning = tuning_of(device);
   const bool pays = problem.rows > int64_t{tuning.least_ring_rows - 1} * teams;
   if (!pays && !forced.has(Field::kBulk)) return std::nullopt;

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
   RunningGateGrad<Acc, kWidth, kVecs> dgate;
-  // Iterations from a row's first read to the barrier behind its last read.
+  // The barrier that follows a row's last read comes so many iterations after its first read.
   constexpr int kHeld = kKeep ? 0 : 1;
   RingPosition read;
   int i = 0;

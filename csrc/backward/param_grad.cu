@@ -15,12 +15,14 @@ namespace {
 constexpr int kColumnLanes = 8;
 constexpr int kLanesOfColumn = kWarpSize / kColumnLanes;
 constexpr int kMostWarps = 8;
-// Of many partial sums, as persistent blocks of small tiles leave them.
+// With more partial sums than this, as blocks on small tiles of channels leave them, a block has up
+// to so many warps.
 constexpr int kManyParts = 160, kMostWarpsOfMany = 32;
 
-// Adds up `count` rows of partial sums at the kWidth columns of each lane, each times the factors
-// that factor(factors, row) sets, for kSums sums whose partial sums lie `all` elements apart; those
-// behind the first `wanted` are zero. Thread n * kColumnLanes + lane gets sum n.
+// Adds up partial sums at the kWidth columns of each lane. There are kSums sums, each with `count`
+// rows of partial sums, `cols` elements apart; the rows of the next sum lie `all` elements further.
+// factor(factors, row) sets by what a row is multiplied. Only the first `wanted` sums are taken,
+// the others are zero. Thread n * kColumnLanes + lane gets sum n.
 template <int kSums, int kWarps = kMostWarps, typename Acc, int kWidth, typename Count>
 FUSED_DEVICE void sum_parts(Acc (&result)[kWidth], const Acc* partial, Count count, int64_t cols,
                             int64_t all, bool has_cols, const auto& factor, int wanted = kSums) {
@@ -55,7 +57,7 @@ FUSED_DEVICE void sum_parts(Acc (&result)[kWidth], const Acc* partial, Count cou
   if (threadIdx.x >= kWarpSize) return;
   const int n = min(static_cast<int>(threadIdx.x) / kColumnLanes, kSums - 1);
   FUSED_UNROLL for (int j = 0; j < kWidth; ++j) result[j] = 0;
-  // In chains of eight: one of 32 would round two thirds more.
+  // In chains of eight additions: one chain of 32 has two thirds more rounding error.
 #pragma unroll 1
   for (int first = 0; first < kWarps && first < warps; first += kMostWarps) {
     Acc chain[kWidth] = {};

@@ -74,8 +74,8 @@ struct BackwardRing {
   }
 
   // Starts the copies of a row to a stage that no thread reads any more. One thread of the team
-  // calls, behind a barrier of the team that all of its threads have reached after they used what
-  // they had read there: so their loads are over, and the fence orders the copies behind them.
+  // calls, after a barrier that all threads of the team have reached once they had used what they
+  // read there: their loads are then over, and the fence orders the copies after them.
   FUSED_DEVICE void fill(const BackwardParams& p, int first_col, int cols, int stage, int64_t row,
                          bool reads_x) const {
     const X* x_row = x_row_of<N>(p, row, first_col);

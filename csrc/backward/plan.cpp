@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward, from problem to plan.
+// Chooses the plan of a backward problem: that of the first strategy in the order of
+// backward/plan.h whose make() does not decline.
 #include "backward/plan.h"
 
 namespace fused_layernorm {

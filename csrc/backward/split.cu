@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   // A row's two sums are collected `lag` iterations after they were published. Where a block has
   // whole rows, there is no meeting, and the lag is zero.
   const int lag = plan.lag;
-  // Iterations from a row's first read to the barrier behind its last read.
+  // The barrier that follows a row's last read comes so many iterations after its first read.
   const int held = 1 + lag;
   RingPosition read;
   for (int i = 0; i < work.rows + lag; ++i) {

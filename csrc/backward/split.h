@@ -118,7 +118,7 @@ inline std::optional<Split> split_into(const Slices& slices, const SliceRing& wa
 inline std::optional<Split> split_with(const SliceRing& wanted, const Problem& problem,
                                        const Device& device, const Forced& forced) {
   const int width = width_of(problem);
-  // Slices begin whole cache lines behind their row's beginning, in the narrower of x and dy.
+  // Slices begin a whole number of cache lines after their row does, in the narrower of x and dy.
   const int64_t unit = slice_unit(problem, width);
   const int64_t line_cols = width == 1 ? unit : unit * (kCacheLineBytes / kVectorBytes);
   const int least = 2, most = most_blocks_per_row(device);

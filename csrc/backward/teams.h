@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Teams of threads, of backward's blocks: what the strategies share whose teams are whole warps
-// (block, group, split; few_rows for the rows that these would have).
+// Teams of threads, of backward's blocks: what backward's plans share, most of all those of the
+// strategies whose teams are whole warps (block, group, split, and few_rows for the rows that would
+// go to these).
 #pragma once
 
 #include <algorithm>
@@ -157,7 +158,7 @@ inline std::optional<Team> team_of(const Problem& problem, int cols, int most_th
   team.vecs = vecs;
   team.threads = static_cast<int>(round_up(ceil_div(vectors, vecs), kWarpThreads));
   team.keeps = vecs * width <= kKeptColsPerThread;
-  // With vectors, a stage also has room for what threads read behind the row's end. With single
+  // With vectors, a stage also has room for what threads read past the row's end. With single
   // elements, it also has room for what lies around a row that does not begin at a multiple of 16
   // bytes, because bulk copies bring it along.
   const int64_t unit = aligned_cols(x_size, y_size);

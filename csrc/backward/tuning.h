@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What was measured of backward, on Hopper, as forward/tuning.h has it of forward.
+// The numbers of backward's strategies, as measured on Hopper, in the form of forward/tuning.h.
 #pragma once
 
 #include "base/chip.h"
@@ -125,7 +125,7 @@ struct BackwardTuning {
   // Two and one: 32768 x 2627 283.7, 264.2.
   Rule<int> float32_element_teams = {1, kFloat32ElementTeams};
   // Two and one: 32768 x 4096 204.4, 208.5. With a residual or an activation all teams are better,
-  // because a team's time hides behind the other teams.
+  // because other teams work while one waits.
   Rule<int> half_teams = {kMostTeams, kHalfTeams};
   // Two and one: 6250 x 4095 58.4, 62.8.
   Rule<int> half_element_teams = kMostTeams;

@@ -6,8 +6,9 @@
 
 namespace fused_layernorm {
 
-// Whether a launch takes the warp kernel for an epilogue without a residual, the only one that
-// always has it. There is none for single elements, nor where y is not of x's type.
+// Whether a launch takes the warp kernel that always has an epilogue, and no residual. (The others
+// test for an epilogue at run time, or have none.) It does not exist for single elements, nor where
+// y is not of x's type.
 constexpr bool backward_warp_activates(int width, bool residual, bool epilogue, bool same_type) {
   return width > 1 && epilogue && !residual && same_type;
 }
@@ -18,7 +19,7 @@ constexpr int backward_warp_vecs(int width) { return width == 1 ? 8 : 2; }
 constexpr int64_t backward_warp_shared_bytes(int block_threads, int64_t cols, int x_size) {
   return int64_t{2} * (block_threads / kWarpThreads) * cols * acc_size_of(x_size);
 }
-// Of many rows, shared memory also has a second sum for each running sum of each thread.
+// Where rows are many, shared memory also has a second sum for each running sum of each thread.
 constexpr int64_t backward_warp_second_sums_bytes(int block_threads, int vecs, int width,
                                                   int x_size) {
   return int64_t{2} * vecs * width * block_threads * acc_size_of(x_size);
@@ -71,7 +72,7 @@ inline std::optional<Lanes> lanes_of(const Problem& problem, const Forced& force
   return Lanes{vecs, static_cast<int>(power_of_two_from(ceil_div(vectors, vecs)))};
 }
 
-// Whether logical warps take modulated rows: where whole warps would have idle lanes.
+// Whether logical warps take modulated rows: those so short that whole warps would have idle lanes.
 inline bool has_warp_kernel_for_groups(const Problem& problem, const Device& device,
                                        const Forced& forced) {
   const bool is_short =

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The contract between host code and kernels: the parameters of a launch. Kernels know rows and
-// columns, not tensors: only bindings/cuda handles tensors. docs/architecture.md has a picture of
-// the whole.
+// columns; tensors end in bindings/ and per_torch/. docs/architecture.md has a picture of the
+// whole.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,8 @@
 
 namespace fused_layernorm {
 
+// kLeakyRelu (groups/params.h) and kSigmoid (gated/params.h), which only those families have, are
+// the two numbers after these.
 enum class Activation : int32_t { kNone, kGelu, kGeluTanh, kSilu, kRelu };
 
 // To which type xhat is rounded before it is multiplied by weight.
@@ -17,8 +19,8 @@ enum class XhatRounding : int32_t { kNone, kFloat16, kBFloat16 };
 
 // Where a row begins, in elements. A row's own elements are contiguous. Rows may have two strides:
 // row outer * inner_rows + inner begins at outer * outer_stride + inner * inner_stride. A kernel
-// computes this with neither a branch nor a division, because the loads of a row would wait behind
-// a branch. (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994,
+// computes this with neither a branch nor a division, because the loads of a row would wait for a
+// branch. (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994,
 // for rows below 2^31.)
 struct RowMap {
   int64_t stride = 0;       // from one row to the next
@@ -74,10 +76,9 @@ struct DataTypes {
   DataType y = DataType::kFloat32;
 };
 
-// What a modulation adds to a norm: z * (1 + scale) + shift behind the affine map, whose result is
-// z, and x = residual + gate * input in front of the norm. Each RowMap says where the columns for a
-// row begin; rows that share parameters share this place. All columns begin at multiples of 16
-// bytes.
+// What a modulation adds to a norm: z * (1 + scale) + shift after the affine map, whose result is
+// z, and x = residual + gate * input before the norm. Each RowMap says where the columns for a row
+// begin; rows that share parameters share this place. All columns begin at multiples of 16 bytes.
 struct Modulation {
   const void* shift = nullptr;  // each optional, of weight's type
   const void* scale = nullptr;

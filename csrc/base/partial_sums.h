@@ -25,9 +25,10 @@ struct PartialSums {
   }
 };
 
-// The parts of groups of rows. Set s of the `sets` has the rows from s * rows / sets up to those of
-// the next set. The sums over its rows of one group are a part, and s + group is the number of that
-// part among the partial sums, so that the parts of a group follow each other.
+// The parts of groups of rows (those that share a modulation, not GroupNorm's groups). Set s of the
+// `sets` has the rows from s * rows / sets up to those of the next set. The sums over its rows of
+// one group are a part, and s + group is the number of that part among the partial sums, so that
+// the parts of a group follow each other.
 struct GroupParts {
   PartialSums partials{0, 0, false};  // [dscale, dshift, dgate][parts][cols], of the arithmetic's
                                       // type; without a gate the first two, for a gate alone dgate
@@ -47,7 +48,7 @@ void add_sums(Json& json, const Plan& plan) {
   plan.parts.sets > 0 ? json.add(plan.parts) : json.add(plan.partials);
 }
 
-// Lays out the partial sums of `sets` sets of blocks, behind what the workspace has already.
+// Lays out the partial sums of `sets` sets of blocks, after what the workspace has already.
 template <typename Plan>
 inline void lay_out_partials(Plan& plan, int64_t sets, const Problem& problem) {
   plan.partials.count = static_cast<int>(sets);

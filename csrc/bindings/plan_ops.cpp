@@ -149,10 +149,11 @@ int64_t limit(std::string name) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
   // `residual`: there is a residual, or in backward a gradient that is added to dx (dresidual).
-  // `has_epilogue`: there is an activation, or a scale that is not 1. `needs_dparams`: a gradient
-  // of a parameter is asked for. `group_rows`: how many rows share a modulation; 0 without one.
-  // `gated`, with `backward`: the plan of a gated sum's backward in one launch, null if one launch
-  // cannot do it. The device is an H100 by default; its capability is 10 * major + minor.
+  // `has_epilogue`: there is an activation, a scale that is not 1, or a weight that is not plain
+  // (base/params.h). `needs_dparams`: a gradient of a parameter is asked for. `group_rows`: how
+  // many rows share a modulation; 0 without one. `gated`, with `backward`: the plan of a gated
+  // sum's backward in one launch, null if one launch cannot do it. The device is an H100 by
+  // default; its capability is 10 * major + minor.
   m.def(
       "_plan(int rows, int cols, ScalarType dtype, *, bool backward=False, ScalarType? "
       "weight_dtype=None, ScalarType? y_dtype=None, bool? aligned=None, bool residual=False, bool "

@@ -28,7 +28,8 @@ struct Argument {
   std::string_view type;
 };
 
-// The argument of this name, or of this type and name, whose type begins so.
+// The argument that is called `wanted` (a name, or a type and a name) and whose type begins with
+// `type`.
 constexpr Argument argument_of(std::string_view schema, std::string_view wanted,
                                std::string_view type = "") {
   for (size_t position = 0; !schema.empty(); ++position) {
@@ -46,7 +47,7 @@ constexpr Argument argument_of(std::string_view schema, std::string_view wanted,
 constexpr size_t position_of(std::string_view schema, std::string_view wanted) {
   return argument_of(schema, wanted).position;
 }
-// A number may have a tensor's name.
+// By the type, because a number may have a tensor's name (scale).
 constexpr Argument tensor_of(std::string_view schema, std::string_view wanted) {
   return argument_of(schema, wanted, "Tensor");
 }
@@ -64,7 +65,7 @@ constexpr size_t flag_count(std::string_view schema) {
   return count;
 }
 
-// An operator: what it has, and the positions of its arguments.
+// An operator: the positions of its arguments, and what follows from the arguments that it has.
 template <class Schema>
 struct Operator : Schema {
   static constexpr std::string_view kAll = Schema::kSchema;
@@ -107,8 +108,8 @@ struct Operator : Schema {
   static constexpr bool kGatesSum = kHasGate && kGateFirst == kAbsent;
 };
 
-// A forward operator's outputs that have gradients, and the statistics behind them, if it gives
-// any: under a name of its own.
+// How many outputs of a forward operator have gradients. A second operator of the same schema, with
+// a name of its own, also gives the two statistics, after those outputs.
 template <class Op>
 constexpr size_t kOutputs = Op::kHasResidual ? 2 : 1;
 constexpr size_t kStatistics = 2;
@@ -173,7 +174,7 @@ void each_tensor(const Function& function) {
   }
 }
 
-// Describes tensors by `raw_of` each.
+// Fills in the description of a call's tensors: raw_of(tensor) describes one.
 template <class T, class Raw>
 void describe(const NormTensors<T>& tensors, NormTensors<RawTensor>& into, const Raw& raw_of) {
   for (size_t i = 0; i < kTensorCount; ++i) {
@@ -224,8 +225,9 @@ void each_gradient(const Function& function) {
   }
 }
 
-// A misspelt name would be absent without a word: whether an operator has what none of its
-// direction lacks, and whether all flags are found, side by side.
+// A name that is misspelt above would count as absent, so these are asserted: that an operator has
+// the arguments that every operator of its direction has and, of backward, that all its flags are
+// found, one next to the other.
 template <class Op>
 constexpr bool kIsForward = Op::kInput != kAbsent && Op::kWeight != kAbsent &&
                             Op::kBias != kAbsent && Op::kEps != kAbsent && Op::kOutDtype != kAbsent;
@@ -240,8 +242,8 @@ constexpr bool is_backward() {
          next - Op::kNeedsDx == flag_count(Op::kSchema);
 }
 
-// The activations as users write them, in the order of the enumeration; the last one belongs to
-// groups.
+// The activations as users write them, in the order of enum class Activation, and at the end
+// kLeakyRelu, which only groups have.
 constexpr std::string_view kActivationNames[] = {"",     "gelu", "gelu_tanh",
                                                  "silu", "relu", "leaky_relu"};
 static_assert(static_cast<size_t>(kLeakyRelu) == std::size(kActivationNames) - 1);
@@ -266,7 +268,7 @@ inline Activation activation_of(std::string_view name) {
 
 // ---- Options
 
-// Calls a function with the field of every option that is a number or a flag, and is there.
+// Calls a function with the position and the field of every number and flag that the operator has.
 template <class Op, class Function>
 void each_number(const Function& function) {
   using Options = NormOptions;
@@ -284,8 +286,8 @@ void each_number(const Function& function) {
 }
 
 // The options of a call. `Stack` gives the argument of a position: an integer, a real number, a
-// flag, a name, or a name that may be None (an optional string or a pointer). It is told of an
-// unknown one.
+// flag, a name, or a name that may be None (an optional string or a pointer). Its refuse() is told
+// of an unknown name.
 template <class Op, class Stack>
 NormOptions read_options(Stack&& stack) {
   NormOptions options;
@@ -304,7 +306,8 @@ NormOptions read_options(Stack&& stack) {
       into = stack.flag(position);
     }
   });
-  // Zero says of a call that it has no groups; it is as wrong as any number below one.
+  // In NormOptions zero stands for no groups. As a number of groups it is as wrong as any below
+  // one.
   if (Op::kHasGroups && options.num_groups == 0) options.num_groups = -1;
   if constexpr (Op::kActivation != kAbsent) {
     if (const auto name = stack.name_if_any(Op::kActivation)) {

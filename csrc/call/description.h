@@ -13,7 +13,7 @@
 
 namespace fused_layernorm {
 
-// What no kernel computes with.
+// The type of a tensor whose own type no kernel computes with, or of none.
 constexpr DataType kNoDataType = static_cast<DataType>(-1);
 // The index of a device that is not CUDA's.
 constexpr int16_t kNoDevice = -1;
@@ -91,18 +91,19 @@ struct NormCall : NormTensors<RawTensor> {
   int32_t device = 0;
   Needs needs;  // backward
 
-  // Forward. To which type round_before_weight rounds: that of input, unless an operator has cast
-  // it. And to which a gated norm rounds the affine map's result: the promoted type of input and
-  // weight.
+  // Forward. The type to which round_before_weight rounds, and that to which a gated norm rounds
+  // the affine map's result. An operator sets them where it may have cast tensors; with kNoDataType
+  // they are input's type, and the promoted type of input and weight.
   DataType rounded_to = kNoDataType, affine_rounded_to = kNoDataType;
-  // Backward. So many rows in turn share all of shift, scale and gate, and further sums of their
-  // gradients may follow the launch; 0: the number follows from their sizes, and no sums follow.
+  // Backward. How many consecutive rows share all of shift, scale and gate; the caller then takes
+  // whatever sums of their gradients must follow the launch. 0: prepare() finds the number from
+  // their sizes, and declines if sums would have to follow.
   int64_t group_rows = 0;
 
   // How y lies, or dx, which with groups is always written. All other results are contiguous.
   RawTensor written;
-  // The results, once they are allocated; those of a modulation are of each group of rows, in the
-  // parameter's type, or where further sums follow in the arithmetic's.
+  // The results, once they are allocated. The gradient of a modulation has one row for each group
+  // of rows, in the parameter's type, or where further sums follow in the arithmetic's (`is_wide`).
   NormResults<void*> to;
   bool dshift_is_wide = false, dscale_is_wide = false, dgate_is_wide = false;
 

@@ -65,8 +65,8 @@ void check_launch(cudaError_t error, const Params& params, const DataTypes& type
   throw std::runtime_error(message.str());
 }
 
-// Whether a launch was refused because its blocks cannot all be resident at once, or those of a
-// cluster.
+// Whether a launch was refused because its blocks, or those of a cluster, cannot all be resident at
+// once.
 bool is_refused(cudaError_t error) {
   return error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorInvalidClusterSize ||
          error == cudaErrorLaunchOutOfResources;
@@ -80,7 +80,8 @@ void launch_plan(const Params& params, const DataTypes& types, const Plan& plan,
 template <typename Params, typename Plan>
 void launch_plan(const Params& params, const DataTypes& types, const Planned<Plan>& planned,
                  cudaStream_t stream) {
-  // A capture refuses nothing, and the graph would hang.
+  // The driver is asked first, because a launch that is captured into a CUDA graph is never
+  // refused, and the graph would hang.
   if (planned.apart && !room_of(stream).has(launch_of(planned.plan))) {
     return launch_plan(params, types, *planned.apart, stream);
   }

@@ -34,15 +34,16 @@ std::optional<RowMap> rows_of(const RawTensor& tensor, int64_t leading);
 bool place_rows(const RawTensor& tensor, int64_t leading, const void*& data, RowMap& rows,
                 bool& aligned);
 
-// Where the rows of a tensor lie whose columns lie apart and whose neighbouring rows side by
-// side. std::nullopt for other tensors, rows of one column among them.
+// Where the rows of a tensor lie whose neighbouring rows, not columns, are adjacent in memory, as
+// where the channels of NCHW are normalized. std::nullopt for other tensors, among them those of
+// one column.
 std::optional<ChannelMap> channel_map_of(const RawTensor& tensor, int64_t leading);
 
-// Whether the tensor has as many samples and pixels, and no gaps between channels.
+// Whether the tensor has as many samples and pixels as `map` says, and no gaps between channels.
 bool has_dense_channels(const RawTensor& tensor, const ChannelMap& map, int64_t leading);
 
-// The greatest number of elements, a power of two up to those of 16 bytes, at whose multiples all
-// channels begin.
+// The greatest power of two, of at most the elements of 16 bytes, such that every channel begins at
+// an address that is a multiple of so many elements.
 int64_t unit_of(const RawTensor& tensor, const ChannelMap& map);
 
 // Whether each sample is one run of memory that begins at a multiple of 16 bytes.
@@ -50,9 +51,9 @@ bool is_run(const RawTensor& tensor, const ChannelMap& map, int64_t cols);
 
 // ---- Groups of channels
 
-// How a tensor of (samples, channels, ...) lies. std::nullopt unless its samples lie one after
-// another, and each position by position in every channel, or channel by channel in every position;
-// the positions may have any order.
+// How a tensor of (samples, channels, ...) lies. std::nullopt unless the samples lie one after
+// another without gaps, each of them channel after channel (kPlanes) or position after position
+// (kChannelsLast); the positions may have any order.
 std::optional<GroupLayout> group_layout_of(const RawTensor& tensor);
 
 // Whether two tensors of one shape lie at the same strides.
@@ -73,7 +74,8 @@ bool broadcasts_to(const RawTensor& tensor, const RawTensor& x);
 std::optional<RowMap> rows_in_place(const RawTensor& modulation, const RawTensor& x,
                                     int64_t leading);
 
-// Groups of consecutive rows of x that share all of the given modulations.
+// Groups of consecutive rows of x that share all of the given modulations. (Not GroupNorm's groups
+// of channels.)
 struct Groups {
   int64_t rows = 1;   // of a group
   int64_t first_dim;  // from here on the leading dimensions are inside a group

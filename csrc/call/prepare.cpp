@@ -14,7 +14,8 @@ struct Norm {
   int64_t leading = 0, rows = 1, cols = 1;
 };
 
-// The norm of a call, unless kernels do not read its parameters as they are.
+// The norm of a call; std::nullopt if it is empty, or if kernels do not read its parameters as they
+// are.
 std::optional<Norm> norm_of(const NormCall& call, const RawTensor& x) {
   Norm norm;
   norm.leading = x.dims - call.options.normalized_ndim;
@@ -29,7 +30,7 @@ std::optional<Norm> norm_of(const NormCall& call, const RawTensor& x) {
   return norm;
 }
 
-// The types of a call's kernels, unless a type has to be converted for them.
+// The types of a call's kernels; std::nullopt if a tensor has to be converted for them.
 std::optional<DataTypes> types_of(const NormCall& call) {
   const Settled settled = settle(call);
   bool fits = !settled.adds_first && has_kernels(settled.kernel) &&
@@ -215,7 +216,8 @@ bool prepare_backward(const NormCall& call, const Device& device, Prepared& into
       return needed && call.group_rows == 0 && !groups.are_of(modulation, x);
     };
     params.group_rows = call.group_rows != 0 ? call.group_rows : groups.rows;
-    // What would follow the launch, further sums or that of the columns, is the operator's.
+    // What would have to follow the launch is left to the operator: further sums, or where each row
+    // has its own modulation the sums of dweight and dbias.
     if (takes_sums(needs.dshift, call.shift) || takes_sums(needs.dscale, call.scale) ||
         takes_sums(needs.dgate, call.gate) || (params.group_rows == 1 && needs.columns())) {
       return false;

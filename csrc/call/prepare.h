@@ -22,7 +22,8 @@ namespace fused_layernorm {
 
 // A plan, and one whose blocks do not wait for each other. It is launched if the first one's blocks
 // cannot all be resident at once: the caller may have only a part of the device (a green context, a
-// limit of MPS). Of some, the driver says so beforehand (room.h), others it refuses.
+// limit of MPS). launch() asks the driver beforehand (room.h), and takes the second plan, too, if
+// the driver refuses the launch of the first.
 template <typename Plan>
 struct Planned {
   Plan plan;

@@ -13,7 +13,7 @@
 namespace fused_layernorm {
 namespace {
 
-// What the driver's interface says of these (cuda.h), which is loaded at run time.
+// The types of the driver's API (cuda.h), declared here because the driver is loaded at run time.
 using Context = void*;
 using GreenContext = void*;
 struct Resource {
@@ -47,7 +47,8 @@ struct Driver {
   bool knows_parts() const { return current && id_of && of_context && green_of && of_green; }
 };
 
-// More clusters of multiprocessors than any chip has: of so many, one has its share of those left.
+// No chip has more GPCs than this; a cluster of blocks must fit into one. Of the multiprocessors
+// that the margin leaves, some GPC has at least this part.
 constexpr int kMostChipClusters = 12;
 
 // What the current context has. The last answer is kept, for the context that gave it: its number

@@ -11,7 +11,7 @@
 // Python).
 //
 // A forward operator gives y, and beside a residual residual_out. Under a name that ends in
-// _forward it also gives the statistics that backward needs, behind the other results: mean and
+// _forward it also gives the statistics that backward needs, after the other results: mean and
 // rstd. RMSNorm's mean is an empty tensor of shape (0,).
 //
 // A backward operator gives a gradient for each of its flags `needs_...`, in their order, of the

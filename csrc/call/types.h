@@ -20,13 +20,13 @@ constexpr bool goes_with(DataType parameter, DataType x) {
 }
 
 // The types that a kernel is launched with, given those of x, of the parameters (if there are any)
-// and of y in the call. Kernels exist for the combinations in norm/types.cuh. To reach one of them,
-// parameters may be converted to float32 and the output computed in the arithmetic's type; neither
-// changes the result.
+// and of y in the call. Kernels exist for the combinations of kTypesWithKernels (base/types.h). To
+// reach one of them, parameters may be converted to float32 and the output computed in the
+// arithmetic's type; neither changes the result.
 DataTypes kernel_types(DataType x, std::optional<DataType> parameters, DataType y);
 
-// Those of kernels over groups, which read parameters of any type, and write y of half precision
-// for x of the same type alone.
+// The same for kernels over groups, which read parameters of any type, and write half-precision y
+// only where x is of the same type.
 DataTypes group_types(DataType x, DataType y);
 
 inline bool has_kernels(const DataTypes& types) {

@@ -21,7 +21,7 @@ struct Channels : Launch {
   bool dx_channels_last = false;
   Tiles tiles;
   int all_tiles = 0;  // of all samples
-  // In shared memory, behind the tile of x: that of dy; the running dweight and dbias of threads;
+  // In shared memory, after the tile of x: that of dy; the running dweight and dbias of threads;
   // what they leave for two sums over channels; four numbers a pixel; weight and bias.
   int dy_offset = 0;
   int params_offset = 0;

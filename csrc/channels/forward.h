@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward over channels: its plan, and when it declines. A
-// block holds all channels of some pixels in shared memory between the statistics and y.
+// Forward over channels: its plan, and when it declines. A block holds all channels of some pixels
+// in shared memory between the statistics and y.
 #pragma once
 
 #include <optional>
@@ -16,7 +16,8 @@ struct Channels : Launch {
   static constexpr const char* kName = "channels";
   ChannelMap map;  // of x
   Tiles tiles;
-  // Behind the tile: what threads leave for a sum; mean and rstd of each pixel; weight and bias.
+  // In shared memory, after the tile: what threads leave for a sum; mean and rstd of each pixel;
+  // weight and bias.
   int sums_offset = 0;
   int weights_offset = 0;
   int weight_bytes = 0;        // of one of the two

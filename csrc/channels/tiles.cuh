@@ -15,7 +15,7 @@
 namespace fused_layernorm {
 
 // The places of a thread in a tile: `unit` is its vector of kWidth pixels, and it has the channels
-// from `first` on, `step` apart. A thread that has none has a first one behind the last channel.
+// from `first` on, `step` apart. For a thread that has none, `first` is past the last channel.
 template <int kWidth>
 struct TileThread {
   int unit, first, step;

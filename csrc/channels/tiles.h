@@ -77,11 +77,11 @@ struct SharedLayout {
   }
 };
 
-// The pixels of all threads, some of which may lie behind the tile.
+// The pixels of all threads, some of which may lie past the end of the tile.
 constexpr int64_t room_pixels(const Tiles& tiles, int size) {
   return round_up(tiles.tile_pixels, thread_pixels(tiles, size));
 }
-// The threads that stand side by side on all pixels.
+// How many threads it takes to have all pixels of a tile once.
 constexpr int64_t tile_units(const Tiles& tiles, int size) {
   return room_pixels(tiles, size) / thread_pixels(tiles, size);
 }

@@ -87,8 +87,8 @@ FUSED_DEVICE void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t
 }
 
 // Orders this thread's accesses to shared memory so far before bulk copies that it, or a thread
-// behind a later barrier, starts. They are of another proxy (PTX ISA, "async proxy") and could
-// otherwise overwrite what an earlier load has yet to read.
+// after a later barrier, starts. The copies belong to another proxy (PTX ISA, "async proxy") and
+// could otherwise overwrite what an earlier load has yet to read.
 FUSED_DEVICE void fence_before_bulk_load() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

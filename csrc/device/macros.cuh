@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What nearly every device function and every loop over registers says, in a word each.
+// Short names for what nearly every device function and every unrolled loop begins with.
 #pragma once
 
 #define FUSED_DEVICE __device__ __forceinline__

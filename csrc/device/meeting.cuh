@@ -27,8 +27,9 @@ FUSED_DEVICE void publish(uint64_t* slot, Pair<float> value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(slot), "l"(bits) : "memory");
 }
 
-// All `threads` of a block meet here once one of its warps has collected the sums of a row, so that
-// the other warps may read them. This is hardware barrier 15; the block's only team has barrier 1.
+// A barrier of all `threads` of a block, once one of its warps has collected the sums of a row, so
+// that the other warps may read them. This is hardware barrier 15; the block's only team has
+// barrier 1.
 FUSED_DEVICE void meet_when_collected(int threads) {
   asm volatile("bar.sync 15, %0;" ::"r"(threads) : "memory");
 }
@@ -82,9 +83,10 @@ struct CollectedSlots {
   }
 };
 
-// The one meeting of all blocks of a launch, behind which all slots are empty; it takes place while
-// the first rows come. All threads of a block arrive, behind prepare(), and wait each in its role.
-// takes_place() says whether there is a meeting, and is asked each time.
+// The one grid barrier of a launch, after which all slots are empty; the blocks pass it while the
+// first rows come. All threads of a block, which has emptied its own slots, arrive, after a call of
+// prepare(); later each waits, where its role needs the slots. takes_place() says whether there is
+// a meeting, and is asked each time.
 template <typename TakesPlace>
 struct GridMeeting {
   const TakesPlace takes_place;

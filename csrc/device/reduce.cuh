@@ -46,7 +46,7 @@ FUSED_DEVICE Value warp_sum(Value v) {
 
 // The sum over a logical warp of `lanes` neighbouring lanes (a power of two up to 32). Every lane
 // gets it, and all lanes of the warp must call. A branch takes longer than a shuffle whose result
-// is not wanted, so there is one branch, behind which the sums of up to four lanes are complete.
+// is not wanted, so there is only one: it ends the sums of up to four lanes.
 template <typename Value>
 FUSED_DEVICE Value logical_warp_sum(Value v, int lanes) {
   if (lanes == kWarpSize) return warp_sum(v);
@@ -110,7 +110,7 @@ FUSED_DEVICE Value sum_of_warps(const Value* scratch, int warps) {
   return sum;
 }
 
-// The sum over a team. Every thread gets it, behind one barrier. `scratch` holds scratch_values of
+// The sum over a team. Every thread gets it, after one barrier. `scratch` holds scratch_values of
 // the team's warps, and must not be written again before another barrier of the team.
 template <typename Acc>
 FUSED_DEVICE Acc team_sum(Acc v, const BlockTeam& team, Acc* scratch) {

@@ -53,7 +53,7 @@ struct Vec {
   alignas(kPieceBytes) T at[kWidth];
 
   // A vector is copied in pieces, too. The compiler would copy single elements: in half precision
-  // it would unpack and pack them right behind a load, and so wait for memory there.
+  // it would unpack and pack them right after a load, and so wait for memory there.
   Vec() = default;
   FUSED_DEVICE Vec(const Vec& other) { *this = other; }
   FUSED_DEVICE Vec& operator=(const Vec& other) {

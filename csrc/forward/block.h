@@ -7,7 +7,8 @@
 namespace fused_layernorm {
 
 using ForwardBlockVecs = VecsList<3, 4, 5, 8>;
-// Three or four vectors suit every number of vectors, and are all that unaligned rows have.
+// With three or with four vectors a thread every row of more than 64 vectors has a plan (the
+// shorter ones are logical warps'). So unaligned rows have kernels for no other number.
 constexpr int kMostShiftedVecs = 4;
 constexpr bool has_block_kernels(int vecs, Moves moves) {
   return contains(ForwardBlockVecs{}, vecs) &&
@@ -38,8 +39,8 @@ static_assert(registers_of(forward_block_bounds(4, ForwardLoad::kHeavy, false)) 
                   registers_of(forward_block_bounds(8, ForwardLoad::kBare, false)) == 64 &&
                   registers_of(forward_block_bounds(4, ForwardLoad::kLean, false)) == 56,
               "a thread has the registers that its vectors take");
-// In an unaligned row each warp has one boundary for each piece that its threads move, and
-// one more boundary is behind the row's last piece. Each boundary is closed by a thread of its own.
+// In an unaligned row each warp has one boundary for each piece that its threads move, and one more
+// boundary is at the end of the row's last piece. Each boundary is closed by a thread of its own.
 static_assert(
     2 * 8 + 1 <= kWarpThreads && !contains(ForwardBlockVecs{}, 9) &&
         vector_width(2) / row_width(2, 4, 4, 8, true) == 2,
@@ -72,7 +73,7 @@ inline const ThreadVecs& thread_vecs(const Problem& problem, const Device& devic
   return rule.at(vectors);
 }
 
-// The threads of a block that own `vecs` vectors of a row each, if there is a kernel for it.
+// The threads of a block, each with `vecs` vectors of the row, if there is a kernel for it.
 inline std::optional<int> block_threads(const Problem& problem, int64_t vectors, int vecs) {
   if (!has_block_kernels(vecs, moves_of(problem))) return std::nullopt;
   const ForwardLoad load =
@@ -85,9 +86,9 @@ inline std::optional<int> block_threads(const Problem& problem, int64_t vectors,
   return static_cast<int>(threads);
 }
 
-// Whether blocks that have one row each may load weight and bias together with it, where the
-// registers for this keep no block waiting. (bfloat16, with such loads and without: 528 x 4096 4.40
-// us, 4.55; 1056 x 2048 4.18, 4.25; but 1056 x 4096 6.93, 6.15.)
+// Whether weight and bias are loaded together with the row: only where all blocks run at once
+// although each takes the registers for this. (bfloat16, with such loads and without: 528 x 4096
+// 4.40 us, 4.55; 1056 x 2048 4.18, 4.25; but 1056 x 4096 6.93, 6.15.)
 inline bool may_be_early(const Problem& problem, const Device& device, int vecs, int threads) {
   return is_bare(problem) && problem.aligned &&
          has_early_forward(problem.x, problem.weight, problem.y, vecs) &&

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward, from problem to plan.
+// Chooses the plan of a forward problem: that of the first strategy in the order of forward/plan.h
+// whose make() does not decline.
 #include "forward/plan.h"
 
 namespace fused_layernorm {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What was measured of forward, on Hopper: the numbers of threads, vectors and registers that its
-// strategies have. `tuning_of` gives a chip its numbers; nobody has measured other chips, and they
-// have Hopper's. What kernels are compiled for is the same for all.
+// The numbers of threads, vectors and registers of forward's strategies, as measured on Hopper.
+// `tuning_of` gives a chip its numbers: every other chip has Hopper's, because nobody has measured
+// one. What kernels are compiled for is the same for all.
 #pragma once
 
 #include "base/chip.h"
@@ -126,10 +126,10 @@ constexpr Exception<ThreadVecs> kResidualWideBlocks[] = {
 struct ForwardTuning {
   // Lines marked evict_first replace each other before any evict_normal line, so they have only the
   // part of L2 that no other kernel has filled. An x of no more bytes than this stays as other data
-  // does. (By evict_first and evict_normal, with L2 empty of other data and behind a matrix
-  // product, float32 by logical warps: 64 x 256 1.82, 1.72; 1.81, 1.66; but 64 x 320 1.88, 1.97;
-  // 1.88, 1.94.) So does all of a call that moves as much as l2_limits says. (bfloat16: 8192 x 4096
-  // 34.4, 34.9; 36.2, 35.0. But 4096 x 4096 18.5, 19.3; 19.2, 19.3, and of a modulation without a
+  // does. (By evict_first and evict_normal, with L2 empty of other data and after a matrix product,
+  // float32 by logical warps: 64 x 256 1.82, 1.72; 1.81, 1.66; but 64 x 320 1.88, 1.97; 1.88,
+  // 1.94.) So does all of a call that moves as much as l2_limits says. (bfloat16: 8192 x 4096 34.4,
+  // 34.9; 36.2, 35.0. But 4096 x 4096 18.5, 19.3; 19.2, 19.3, and of a modulation without a
   // residual, whose parameters are read again and again, 8 x 4096 x 1152 42.1, 44.6; 42.4, 45.1.)
   int64_t small_l2_bytes = 64 << 10;
 

@@ -53,7 +53,7 @@ FUSED_DEVICE void store_number(const ChannelGradient& to, int64_t index, Acc val
   }
 }
 
-// The affine map behind the normalization, for one channel of one sample: z = xhat factor + offset.
+// The affine map after the normalization, for one channel of one sample: z = xhat factor + offset.
 template <typename Acc>
 struct ChannelMap {
   Acc factor = 1, offset = 0;
@@ -101,9 +101,10 @@ enum class Compiled { kNone, kSilu, kLeakyRelu, kAny };
 template <Compiled kActivation>
 using CompiledFor = std::integral_constant<Compiled, kActivation>;
 
-// How many loops a kernel has that uses with_activation: four; three, without one for LeakyReLU,
-// where vectors are of two channels; one where single elements are moved, and for float64, which is
-// used for its digits, not its speed. More made the library 2% larger.
+// How many loops a kernel that uses with_activation has: all four; without that for LeakyReLU where
+// a vector may have elements of two channels; only kAny's where single elements are moved, and for
+// float64, which is used for its digits, not its speed. (All four everywhere make the library 2%
+// larger.)
 template <typename X, int kWidth, int kUnits = 1>
 constexpr int kActivationLoops = std::is_same_v<X, double> || kWidth == 1 ? 1
                                  : kUnits > 1                             ? 3

@@ -78,11 +78,9 @@ FUSED_DEVICE void each_position(const LastThread& thread, const auto& use, First
   }
 }
 
-// The groups of a slice, the first and the last of which other slices may share. Eight lanes take
-// each; where threads move single elements, of few groups a warp. (A choice costs threads that move
-// vectors two registers that they do not have.) use(group, channels from, channels to) is called by
-// all lanes, of groups that are not there with an empty range; the channels count from the slice's
-// first one.
+// The neighbouring lanes that work on one group of a slice: eight or, where threads move single
+// elements and groups are few, a warp. (To choose at run time would cost threads that move vectors
+// two registers that they do not have.)
 template <int kWidth>
 FUSED_DEVICE auto group_lanes(const GroupPlan& plan) {
   if constexpr (kWidth > 1) {
@@ -92,6 +90,9 @@ FUSED_DEVICE auto group_lanes(const GroupPlan& plan) {
   }
 }
 
+// Calls use(group, first channel, last channel + 1) for the groups of a slice, the first and the
+// last of which other slices may share. Channels count from the slice's first one, groups from the
+// first that it has. All lanes call use(), for groups that are not there with an empty range.
 template <int kWidth>
 FUSED_DEVICE void each_group(const GroupPlan& plan, const GroupParams& p, const LastThread& thread,
                              const auto& use) {

@@ -12,7 +12,8 @@ namespace fused_layernorm {
 // How a sample's elements lie: channel by channel, or position by position (channels_last).
 enum class GroupLayout : int32_t { kPlanes, kChannelsLast };
 
-// LeakyReLU, of slope 0.01, which only groups have: over rows it cost a kernel registers.
+// LeakyReLU, of slope 0.01, which only groups have: over rows one activation more costs kernels
+// registers. Its number is the one after the last of enum class Activation.
 constexpr Activation kLeakyRelu{5};
 constexpr double kLeakySlope = 0.01;
 

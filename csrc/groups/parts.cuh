@@ -46,8 +46,9 @@ struct GroupPartsOf {
   }
 };
 
-// mean and rstd of a group, from its parts. Every lane of the warp gets them. In float64 parts lose
-// nothing, about one of the means (Chan, Golub and LeVeque, 1979).
+// mean and rstd of a group, from its parts. Every lane of the warp gets them. The parts are
+// combined as deviations from the mean of one of them (Chan, Golub and LeVeque, 1979), in float64,
+// so that combining them costs no digits of float32.
 template <typename Acc>
 FUSED_DEVICE Pair<Acc> statistics_of_group(const GroupPlan& plan, const GroupParams& p,
                                            int64_t group) {

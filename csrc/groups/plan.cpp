@@ -161,8 +161,8 @@ int group_width(const GroupProblem& problem) {
   return has_half_vectors(problem) && extent % (full / 2) == 0 ? full / 2 : 1;
 }
 
-// Whether a block that holds a group should move whole vectors, although channels begin within
-// them. A vector then has elements of two channels at most, for a channel is longer than it.
+// Whether a block that holds a group should move whole vectors although channels begin in the midst
+// of some. A vector then has elements of two channels at most, for a channel is longer than it.
 // Backward does so only where half vectors cannot make up a channel (64 x 1024 x 14 x 14 56, by
 // whole vectors 61; forward 24.7, 23.9).
 bool vectors_straddle(const GroupProblem& problem) {

@@ -4,8 +4,8 @@
 // A block or a cluster of blocks holds a group of planes (held.cu), or more blocks share it
 // (split.cu): one kernel reads x, and dy, once. Anything else is cut into tiles and read twice: one
 // kernel measures tiles, a second one combines these parts to the totals of each group, and a third
-// one applies them. Of these no block waits for another, so none has to be resident: a later launch
-// does.
+// one applies them. There no block waits for another: each kernel waits for the one before it, so
+// blocks need not be resident at once.
 //
 //   planes         each channel is a run of memory. A tile has some channels of a group, or a piece
 //                  of one (planes.cu).

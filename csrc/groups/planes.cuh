@@ -118,7 +118,7 @@ FUSED_DEVICE void apply_tile(const GroupPlan& plan, const GroupParams& p, const 
   }
 }
 
-// Calls use(vector, its channel, gradients) for each vector of a thread.
+// Calls use(vector, the ChannelSlope of its channel, gradients) for each vector of a thread.
 template <typename X, typename Y, int kWidth, int kVecs, typename Acc>
 FUSED_DEVICE void each_gradient(const GroupPlan& plan, const GroupParams& p, const PlaneTile& tile,
                                 const Share<kVecs>& share, const Vec<X, kWidth> (&x)[kVecs],

@@ -5,10 +5,11 @@
 // A group is a row of segments: up to kSegmentVectors neighbouring vectors of one channel. A warp
 // has some neighbouring segments of a group, a block the warps' segments that lie side by side, and
 // the blocks of a set the whole group; then comes the set's next group. Each warp brings its
-// segments to a ring of its own, measures them, and applies the totals to those of `lag` steps ago;
-// a lane reads only what it has copied itself, so warps wait for each other only where a group's
-// totals are taken. There one more warp, the collector, combines the parts of all warps, publishes
-// the block's part and collects those of the other blocks.
+// segments to a ring of its own (whose places are called slots here, as are those in global memory
+// in which blocks meet), measures them, and applies the totals to those of `lag` steps ago; a lane
+// reads only what it has copied itself, so warps wait for each other only where a group's totals
+// are taken. There one more warp, the collector, combines the parts of all warps, publishes the
+// block's part and collects those of the other blocks.
 #pragma once
 
 #include "base/launch.cuh"
@@ -22,8 +23,8 @@ namespace fused_layernorm {
 
 FUSED_DEVICE Pair<float> pair_of(float2 v) { return {v.x, v.y}; }
 
-// What the warps of a block tell each other of a group. A warp applies less than kGroupsKept groups
-// behind the one that it measures, so a place is free when its turn comes again.
+// What the warps of a block tell each other of a group. The group that a warp applies is fewer than
+// kGroupsKept groups before the one that it measures, so a place is free when its turn comes again.
 struct SplitState {
   alignas(8) uint64_t measured[kGroupsKept];  // all warps have left their parts
   uint64_t collected[kGroupsKept];            // the totals are there
@@ -101,8 +102,9 @@ struct SegmentCursor {
   }
 };
 
-// The one meeting of all blocks of the launch, behind which all slots are empty. It takes place
-// while the first segments come. All threads of a block arrive, and wait each in its role.
+// The one grid barrier of the launch, after which all slots are empty. The blocks pass it while the
+// first segments come. All threads of a block arrive; later each waits, where its role needs the
+// slots.
 struct SplitMeeting {
   cooperative_groups::grid_group::arrival_token token{};
   const bool takes_place;

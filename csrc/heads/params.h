@@ -48,7 +48,8 @@ struct HeadSide {
 
 struct HeadsCall {
   // cos and sin of the pairs of a position, of x's type or float32. A doubled row has 2 values for
-  // each pair: the second ones stand behind all first ones, or with interleaved pairs beside them.
+  // each pair: the second ones come after all first ones, or with interleaved pairs each next to
+  // its first.
   const void* cos = nullptr;
   const void* sin = nullptr;
   HeadStrides cos_strides, sin_strides;

@@ -6,7 +6,7 @@
 // A row of D columns belongs to a power-of-two part of a warp, whose lanes have vectors in pairs:
 // the two vectors of a pair are what a rotation of halves turns together, so it needs no exchange
 // between lanes. A warp works on several heads of one position at once, and reads the position's
-// cos and sin once for all of its heads. Backward's blocks are persistent, those in front on q, the
+// cos and sin once for all of its heads. Backward's blocks are persistent, the first ones on q, the
 // others on k, and leave partial sums of dweight and dbias, which a second kernel adds up.
 //
 // Backward of q, k and v in one tensor writes all of its gradient: a third side copies v's. Of a

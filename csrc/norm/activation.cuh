@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is fused behind the normalization: activation(z) * scale, and its derivative.
+// What is fused after the affine map: activation(z) * scale, and its derivative.
 //
 // float32 arithmetic comes in two grades. The coarse grade serves where y is rounded to half
 // precision. It takes the fewest instructions, because a bfloat16 element has time for only about

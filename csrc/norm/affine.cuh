@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The affine map behind the normalization, and what may modulate it: to which parameters a row's
-// columns belong, and how they are applied.
+// The affine map that follows the normalization, and what may modulate it: to which parameters a
+// row's columns belong, and how they are applied.
 #pragma once
 
 #include "norm/parameter.cuh"
 
 namespace fused_layernorm {
 
-// Adds the offset to weight and rounds xhat, as a weight that is not plain wants it. X says which
-// types xhat may be rounded to: its own if it is of half precision, or either one if it is float32.
+// Adds weight_offset to weight, and rounds xhat to the type that round_before_weight means: for x
+// of half precision this is always x's own type, for float32 x either half-precision type.
 template <typename X, typename Acc, int kWidth>
 FUSED_DEVICE void adjust_weight(const ForwardParams& p, Acc (&xhat)[kWidth],
                                 Acc (&weight)[kWidth]) {

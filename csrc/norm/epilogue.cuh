@@ -1,11 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue: y = activation(z) * scale behind the affine map, and its gradient. The kernels that
-// have it are also those of a weight that is not plain (adjust_weight() in affine.cuh), which is as
-// seldom wanted as an activation: before_affine() adjusts xhat and weight before the affine map.
+// The epilogue: y = activation(z) * scale after the affine map, and its gradient. The same kernels
+// serve weights that are not plain (ForwardParams::plain_weight), which are as rare as activations:
+// before_affine() adjusts xhat and weight before the affine map.
 //
 // The kind of activation is tested at run time: a kernel has the code of all, and a branch skips
 // those that are not wanted. But launches without an activation are slower with this code, so there
-// are kernels without it. These policies say whether a kernel has it.
+// are kernels without it. The epilogue policy of a norm has
+//   kMayActivate     whether its kernels have the code of an epilogue
+//   kBranches        whether its kernels run only with an epilogue, so that a row's loop orders its
+//                    loads around the branches of activate() (finish_vectors() in forward/row.cuh)
+//   before_affine()  adjusts xhat and weight, if weight is not plain
+//   apply()          makes y of z
+//   for_row()        calls the body with the policy that applies to the row, so that it is chosen
+//                    once, outside the row's loops
 #pragma once
 
 #include "norm/activation.cuh"
@@ -69,7 +76,8 @@ struct Activate : ActivateOnly {
   }
 };
 
-// Either of the two: params.has_epilogue says which.
+// An epilogue or none: params.has_epilogue says which, once for each row (for_row). Its kernels
+// order a row's loads as those without an activation do.
 struct MayActivate : Activate {
   static constexpr bool kBranches = false;
 

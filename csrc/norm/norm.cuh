@@ -29,7 +29,7 @@ struct Norm {
   using Acc = typename Types::Acc;
 
   // y of `kWidth` columns from x, the last step of every forward kernel. `EpilogueOfRow` and
-  // `AffineOfRow` are the policies, or what their for_row() made of them.
+  // `AffineOfRow` are the norm's policies, or those that their for_row() has chosen for this row.
   template <typename EpilogueOfRow, typename AffineOfRow, int kWidth, typename Columns = NoColumns>
   static FUSED_DEVICE Vec<Y, kWidth> finish(const ForwardParams& p, const Vec<X, kWidth>& x,
                                             Acc mean, Acc rstd, const Vec<W, kWidth>& weight,
@@ -58,7 +58,7 @@ constexpr bool kIsBare =
 template <typename N>
 constexpr bool kIsBareOfOneType = kIsBare<N> && kIsOneType<typename N::Types>;
 
-// The columns of a piece, in which forward moves a row's kVecs vectors of a thread.
+// The columns of a piece: what a thread of forward that has kVecs vectors of a row moves at once.
 template <typename N, int kVecs>
 constexpr int kRowWidth = row_width(sizeof(typename N::X), sizeof(typename N::W),
                                     sizeof(typename N::Y), kVecs, kIsBare<N>);
@@ -83,8 +83,8 @@ using NormOf = Norm<T, MeanAndVariance, Prologue, Affine, Epilogue>;
 //
 // What is fused costs registers: for common types there is a kernel for the bare norm, one for an
 // epilogue, and one for a residual, which may have an epilogue as well. But each is some 20 KB in
-// the binary. So types that few models have, and shifted rows, have one kernel for all that is
-// fused beside the bare one, and shifted rows of such types the former alone.
+// the binary. So types that few models have, and shifted rows, have two kernels: the bare one and
+// one for whatever is fused. Shifted rows of such types have only the second.
 template <typename T>
 using BareForward = NormOf<T, Plain, Identity>;
 template <typename T>

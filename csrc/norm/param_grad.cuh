@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of parameters: where sums over a set, or a group, of rows go.
+// The gradients of parameters: where the sums over a set of rows, or over a group of rows, are
+// stored.
 #pragma once
 
 #include "base/partial_sums.h"
@@ -75,7 +76,8 @@ struct GroupRange {
   }
 };
 
-// Where one part's sums go, from the `first` of [dscale, dshift, dgate] on: the workspace.
+// Where the sums of one part are stored: in the workspace, which holds them as [dscale, dshift,
+// dgate][part][column]. `first` says which of the three is stored first.
 template <typename N>
 struct PartSink {
   using Acc = typename N::Acc;

@@ -54,8 +54,8 @@ struct Parameter {
     return fused_layernorm::load<kUse, kWidth>(element(at, col & mask));
   }
 
-  // Loads a vector that may reach past the parameter's end. A piece that lies wholly behind the end
-  // is not read; the columns behind the end get any value.
+  // Loads a vector that may reach past the parameter's end. A piece that lies wholly past the end
+  // is not read; the columns past the end get any value.
   template <int kWidth>
   FUSED_DEVICE Vec<W, kWidth> load_until(int col, int cols) const {
     using V = Vec<W, kWidth>;

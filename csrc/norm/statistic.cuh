@@ -70,15 +70,16 @@ struct Moments {
 
 // Mean and variance, by two passes over the elements: the mean first, then the deviations from it.
 // RMSNorm (`is_rms`) is the same norm with a mean that counts as zero: its variance is then the
-// mean of the squares. The mean is chosen, not multiplied by zero, because it may be Inf.
+// mean of the squares. The mean is selected, not multiplied by zero, because it may be Inf.
 struct MeanAndVariance {
   // The pivot, which is subtracted from elements before they are summed up. Where the first one is
   // large beside its difference to the second, the mean is large and the pivot is the first
   // element: the sum stays of the order of the deviations, and is zero for a constant row.
-  // Otherwise it is zero, as the sum would be rounded as that element times their number is
-  // (float32, 1024 columns of mean 0 and deviation 1, rms errors: mean 4.0e-8 and y 6.9e-8 with the
-  // first element, 1.0e-8 and 5.7e-8 by this rule). In half precision, where a thread's sum is
-  // exact either way, it is always the first.
+  // Otherwise the pivot is zero: subtracting a first element of the size of the deviations would
+  // only make the sum larger, by that element times the number of columns, and so its rounding
+  // error (float32, 1024 columns of mean 0 and deviation 1, rms errors: mean 4.0e-8 and y 6.9e-8
+  // with the first element, 1.0e-8 and 5.7e-8 by this rule). In half precision, where a thread's
+  // sum is exact either way, it is always the first.
   template <typename X, typename Acc>
   static FUSED_DEVICE Acc pivot(Pair<Acc> first) {
     constexpr Acc kLarge = 4;
@@ -200,7 +201,8 @@ struct MeanAndVariance {
     return (x - mean) * rstd;
   }
 
-  // Adds to the two sums over a row that dx needs, of g and of g * xhat, each in two chains.
+  // Adds to the two sums over a row that dx needs, of g and of g * xhat: each in two chains of
+  // additions, of the even and of the odd columns, which run side by side.
   template <typename Acc, int kWidth>
   static FUSED_DEVICE void add_sums(Pair<Acc>& sums, const Acc (&xhat)[kWidth],
                                     const Acc (&g)[kWidth]) {

@@ -137,7 +137,8 @@ Stack stack_of(const ForwardCall& call) {
 
 // ---- Calls
 
-// What BackendSelect's kernel does (direct.h), autograd's has tried.
+// The key of BackendSelect's kernel, which tries a direct call (direct.h). Autograd's kernel has
+// tried one already, so below it this key is left out.
 constexpr DispatchKeySet kSelects(c10::DispatchKey::BackendSelect);
 constexpr DispatchKeySet kBelowSelect(DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
 

@@ -7,8 +7,7 @@
 // graph that our nodes are part of runs backward on our kernels, whatever the flag says by then.
 //
 //   at Autograd      our forward and our node. PyTorch has composites there, which modes,
-//   transforms
-//                    and FakeTensors get, as before.
+//                    transforms and FakeTensors get, as before.
 //   at AutocastCUDA  input is not cast: the kernel writes float32 from it.
 //   at BackendSelect what autograd does not see, as calls under inference_mode.
 //

@@ -12,9 +12,9 @@ namespace [[gnu::visibility("hidden")]] fused_layernorm {
 // Thrown for a valid call that no kernel takes.
 struct NoKernel {};
 
-// Ends a call whose arguments were read by its formula's results.
+// Ends a call, whose arguments have been read, with the results of its formula.
 void call_formula(const std::string& name, Call& call);
-// Ends it by what `run` does, or where that throws NoKernel by the formula.
+// Ends it by run(), or if that throws NoKernel by the formula.
 template <typename Run>
 void run_or_formula(const std::string& name, Call& call, const Run& run) {
   try {

@@ -161,7 +161,7 @@ struct Heads {
 
   // A new tensor for the results of one side, of x's shape, type and, where x has rows, order of
   // dimensions in memory. It has rows itself: those of x may overlap, so that another dimension
-  // would come behind the columns.
+  // would come after the columns.
   Tensor result(int i) {
     if (!has(i)) return none(q, type());
     Tensor y = has_rows(x(i)) ? empty_in_order(x(i), type()) : empty_like(x(i), type());

@@ -50,7 +50,7 @@ NormCall describe_and_check(const NormArguments& a) {
   return call;
 }
 
-// A tensor that lies as the other one does.
+// The tensor itself if it has this type and the other one's strides, else a copy that has.
 Tensor as_lies(const Tensor& tensor, const Tensor& other, ScalarType type) {
   if (tensor.scalar_type() == type && have_one_order(raw(tensor), raw(other))) return tensor;
   Tensor copy =
@@ -81,8 +81,7 @@ Tensor conform(const Tensor& given, const Read& read, const Tensor& x, int64_t l
   return given;
 }
 
-// Puts what a function makes of each tensor, by how kernels read it, in its place, and in that of
-// its description.
+// Replaces each tensor of a call, and its description, by function(tensor, how kernels read it).
 template <typename Function>
 void replace(NormArguments& a, NormCall& call, const Settled& settled, const Function& function) {
   for (size_t i = 0; i < kTensorCount; ++i) {
@@ -95,8 +94,8 @@ void replace(NormArguments& a, NormCall& call, const Settled& settled, const Fun
   }
 }
 
-// The result of x's shape, and what kernels write in its place, which is contiguous where they do
-// not write such an order.
+// The result of x's shape (y or dx), and the memory that kernels write: the result's own, or a
+// contiguous tensor where kernels do not write the result's strides.
 struct Written {
   const bool keeps_order;
   Tensor result, memory;

@@ -35,7 +35,7 @@ Tensor copy(const Tensor& tensor, ScalarType type) {
 }
 
 // The message begins as PyTorch's own does, because programs look for that; by "fused_layernorm"
-// behind it fused_layernorm/ops/arguments.py and per_torch/operators.h recognise the error, which
+// after it fused_layernorm/ops/arguments.py and per_torch/operators.h recognise the error, which
 // they turn into an OutOfMemoryError.
 [[noreturn]] void throw_out_of_memory(int device_index, int64_t bytes) {
   constexpr double kMiB = 1 << 20;
