@@ -29,7 +29,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from .. import stock
 from ..groups import KEEPS_CHANNELS_LAST, as_pytorch_reads
-from . import channels, classes, groups, rewrite, rms, source
+from . import classes, groups, rewrite, rms, source
 from .classes import Forward, Known, forward_of, is_as_read, is_fused, must_be_called
 from .groups import activation_of, is_plain_group_norm
 from .rewrite import Rules, Template, attribute_of_self, target_of
@@ -80,7 +80,7 @@ def _of_norm(self: Any, norm: Any, activation: str, x: Tensor, *rest: Any) -> Te
 ACTIVATED: set[Forward | None] = {
     *(groups.instance_norm, groups.of_group_norm, groups.timm),
     *(groups.ada, groups.kandinsky3, groups.cosmos),
-    *(channels.wan, channels.kandinsky6, channels.per_channel),
+    *(rms.wan, rms.kandinsky6, rms.per_channel),
 }
 
 

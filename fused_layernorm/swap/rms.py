@@ -285,3 +285,72 @@ mamba2_gated = _gated(ROUNDED, _PROMOTED, lambda self, x: Groups(self.group_size
 mamba2_gated_whole = _gated(ROUNDED, _PROMOTED, lambda self, x: Groups(x.shape[-1], True))
 falcon_h1_gated = _gated(PLAIN, OF_X, _of_falcon_h1)
 falcon_h1_gated_squeezed = _gated(PLAIN, OF_X, _of_falcon_h1_squeezed)
+
+
+# ---- Norms over channels. The result has the strides of torch.empty_like(x). With an activation
+# ---- behind the norm (neighbours.py) all is rounded once.
+
+
+def _is_over_channels(x: Any, weight: Any, *, half: bool) -> bool:
+    """Whether the kernels serve a norm over dimension 1 of x: float32, perhaps half precision."""
+    dtypes = OF_X if half else _FLOAT32
+    weight_dtype = None if weight is None else weight.dtype
+    return has_kernels(x) and x.dim() > 1 and (x.dtype, weight_dtype) in dtypes
+
+
+def _timm_2d(*, wide: bool) -> Forward:
+    """In half precision RmsNorm2d rounds at every step, or autocast decides where it does."""
+
+    def forward(self: Any, x: Tensor) -> Tensor | None:
+        is_fast = not wide and self._fast_norm
+        if is_fast or not _is_over_channels(x, self.weight, half=wide) or x.dim() != 4:
+            return None
+        if len(self.normalized_shape) != 1:
+            return None
+        if self.weight is not None and self.weight.shape != x.shape[1:2]:
+            return None
+        return rms_norm(x, self.weight, self.eps, out_dtype=x.dtype, dim=1)
+
+    return forward
+
+
+timm_2d, timm_2d_float32 = _timm_2d(wide=False), _timm_2d(wide=True)
+
+
+def _normalize(self: Any, x: Tensor, bias: Any, activation: str | None) -> Tensor | None:
+    """As diffusers' VAEs: F.normalize, which divides by the length of the vector of channels or by
+    1e-12, whichever is more; then the factors scale (the root of the number of channels) and gamma,
+    and a bias."""
+    gamma = self.gamma
+    if not _is_over_channels(x, gamma, half=True):
+        return None
+    channels = x.shape[1]
+    if gamma.shape != (channels, *(1,) * (x.dim() - 2)) or self.scale != channels**0.5:
+        return None
+    eps = 1e-24 / channels  # added to the mean of the squares, and so 1e-12 to the length at most
+    if x.dtype is torch.float32 or activation is not None:
+        offset = bias.flatten() if isinstance(bias, Tensor) else None
+        if gamma.dtype is not x.dtype or (offset is not None and offset.dtype is not x.dtype):
+            return None
+        options: Any = {"bias": offset, "activation": activation, "out_dtype": x.dtype}
+        return rms_norm(x, gamma.flatten(), eps, dim=1, **options)
+    # The normalized vector is rounded, and so is each product.
+    unit: Tensor = rms_norm(x, None, eps, scale=1 / self.scale, out_dtype=x.dtype, dim=1)
+    return unit * self.scale * gamma + bias
+
+
+def wan(self: Any, x: Tensor, activation: str | None = None) -> Tensor | None:
+    return _normalize(self, x, self.bias, activation) if self.channel_first else None
+
+
+def kandinsky6(self: Any, hidden_states: Tensor, activation: str | None = None) -> Tensor | None:
+    return _normalize(self, hidden_states, 0.0, activation)
+
+
+def per_channel(
+    self: Any, x: Tensor, channel_dim: int | None = None, activation: str | None = None
+) -> Tensor | None:
+    """LTX-2's: it has no weight, and its own channel_dim counts, whatever forward is given."""
+    if self.channel_dim != 1 or not _is_over_channels(x, None, half=activation is not None):
+        return None
+    return rms_norm(x, None, self.eps, activation=activation, out_dtype=x.dtype, dim=1)

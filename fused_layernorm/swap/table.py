@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import channels, forwards, groups, liger, modulated, rms
+from . import forwards, groups, liger, modulated, rms
 from .classes import Known
 
 # From the digest of a forward's source (source.digest) to what is known of it.
@@ -38,8 +38,9 @@ def _path(library: str, name: str) -> tuple[str, str]:
 
 
 def _enter(text: str) -> None:
-    modules = {one.__name__.rpartition(".")[2]: one for one in
-               (channels, forwards, groups, liger, modulated, rms)}  # fmt: skip
+    modules = {
+        one.__name__.rpartition(".")[2]: one for one in (forwards, groups, liger, modulated, rms)
+    }
     kind, of = "", ""
     for row in re.split(r"\n+(?! )", re.sub(" *#.*", "", text).strip()):
         if row.startswith("["):
