@@ -17,7 +17,7 @@ struct Channels : Launch {
   static constexpr const char* kName = "channels";
   ChannelMap x;
   ChannelMap dy;                  // where its channels lie apart, as those of x
-  bool dy_channels_last = false;  // else dy has the channels of a pixel side by side
+  bool dy_channels_last = false;  // dy has the channels of a pixel side by side
   bool dx_channels_last = false;
   Tiles tiles;
   int all_tiles = 0;  // of all samples

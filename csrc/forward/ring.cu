@@ -69,17 +69,25 @@ struct RingColumns {
 //     have measured that row then, each of its units behind a wait for that round. (A stage is
 //     refilled only behind the same row's statistics, so this is no longer wait.) The next round
 //     begins behind this row's statistics, which need this measurer.
+//   full, in a block with a feeder: there is one barrier a stage, for whose rounds all workers and
+//     measurers wait, since each measurer has a turn at each span. The next round begins when all
+//     workers have left the stage, so behind the row's statistics.
+//   left, by the feeder: it waits for every round, and begins the next one itself.
 //   measured, published, collected: each is waited for row by row, in order. A ring holds less than
 //     kRingRowsKept rows: what a phase of row i + kRingRowsKept needs has come to stages that
-//     workers refilled behind row i + 1, so all have left row i. The same holds for parts, moments
-//     and statistics of row i, whose places the later row takes.
+//     workers left behind row i + 1, so all have left row i. The same holds for parts, moments and
+//     statistics of row i, whose places the later row takes.
 //
 // A stage is refilled by its worker, by a bulk copy, which is of another proxy than the loads that
 // have read the stage before (PTX ISA, "async proxy"). Its own loads are ordered by the fence and
 // __syncwarp(); those of the measurers come before their moments, which the statistics that the
-// worker has waited for were made of, and the same fence stands between these and the copy.
+// worker has waited for were made of, and the same fence stands between these and the copy. A
+// feeder waits until all workers have arrived at `left`, behind their loads and those statistics;
+// its own fence stands between these and the copy.
 struct RingState {
-  alignas(8) uint64_t full[kRingWorkers / 2][kMostRingStages];  // a unit of x has come
+  // A unit of x has come. With a feeder: a span has come, and, in the second line, it has been
+  // left.
+  alignas(8) uint64_t full[kRingWorkers / 2][kMostRingStages];
   uint64_t measured[kRingRowsKept];   // all measurers have left their moments
   uint64_t published[kRingRowsKept];  // the block has published its moments
   uint64_t collected[kRingRowsKept];  // the row's statistics are there
@@ -165,6 +173,8 @@ struct RingBlock {
   static constexpr int kUnits = kRingWorkers / 2;  // of a span
   static constexpr int kPieceCols = kRingPieceVectors * kWidth;
   static constexpr int kStageCols = kRingSpanVectors * kWidth;
+  static constexpr bool kFed = ring_is_fed(sizeof(X), kLong);
+  static_assert(!kFed || kRingMeasurers <= kUnits, "each measurer has a turn at each span");
 
   const forward::Ring& plan;
   const ForwardParams& p;
@@ -174,6 +184,15 @@ struct RingBlock {
   X* ring;
   const int warp, lane;
 
+  FUSED_DEVICE uint64_t* full(int pair, int stage) const {
+    return &state.full[kFed ? 0 : pair][stage];
+  }
+  FUSED_DEVICE uint64_t* left(int stage) const { return &state.full[1][stage]; }
+  // The vectors of a worker's place in a stage. What a feeder brings lies side by side.
+  FUSED_DEVICE int place_vectors(bool last_span) const {
+    return kFed && last_span ? columns.last_of_worker : kRingPieceVectors;
+  }
+
   // ---- Measurers
 
   FUSED_DEVICE float pivot_of(const Vec<X, kWidth>& x) const {
@@ -181,14 +200,16 @@ struct RingBlock {
   }
 
   // Adds the moments of a lane's vectors of one unit.
-  FUSED_DEVICE void measure(LaneMoments& moments, float& pivot, bool first, const X* x,
+  FUSED_DEVICE void measure(LaneMoments& moments, float& pivot, bool first, const X* x, int place,
                             const auto& share, const Reciprocal<float>& inverse,
                             float count) const {
     Vec<X, kWidth> values[kUnitVecs];
     FUSED_UNROLL for (int k = 0; k < kUnitVecs; ++k) {
       values[k] = {};
       if (share.has(k)) {
-        values[k] = load<Use::kPlain, kWidth>(x + (k * kWarpSize + lane) * kWidth);
+        const int begin =
+            kFed ? k / kRingLaneVecs * place + k % kRingLaneVecs * kWarpSize : k * kWarpSize;
+        values[k] = load<Use::kPlain, kWidth>(x + (begin + lane) * kWidth);
       }
     }
     if (first) pivot = pivot_of(values[0]);
@@ -232,20 +253,21 @@ struct RingBlock {
         const int span = unit / kUnits, pair = unit % kUnits;
         RingPlace at = row_begin;
         at.skip(span, plan.stages);
-        if ((i - left_rows) * columns.spans + span >= plan.stages) {
+        if (!kFed && (i - left_rows) * columns.spans + span >= plan.stages) {
           barrier_wait(&state.published[left_rows % kRingRowsKept], left_rows / kRingRowsKept & 1);
           ++left_rows;
         }
-        barrier_wait(&state.full[pair][at.stage], at.parity);
-        const X* x = ring + at.stage * kStageCols + 2 * pair * kPieceCols;
+        barrier_wait(full(pair, at.stage), at.parity);
+        const int place = place_vectors(unit >= whole);
+        const X* x = ring + at.stage * kStageCols + 2 * pair * place * kWidth;
         const bool first = unit == measurer;
         if (unit < whole) {
-          measure(moments, pivot, first, x, Share<kUnitVecs, 0>{},
+          measure(moments, pivot, first, x, kRingPieceVectors, Share<kUnitVecs, 0>{},
                   Reciprocal<float>(1.0f / kWholeCols, 0), kWholeCols);
         } else {
           const UnitShare share = last_unit(pair);
           const int count = share.template columns<kWidth>();
-          measure(moments, pivot, first, x, share, Reciprocal<float>(max(count, 1)), count);
+          measure(moments, pivot, first, x, place, share, Reciprocal<float>(max(count, 1)), count);
         }
       }
       row_begin.skip(columns.spans, plan.stages);
@@ -327,10 +349,17 @@ struct RingBlock {
     }
   }
 
-  // ---- Workers
+  // ---- Workers and the feeder
 
   FUSED_DEVICE int piece_vectors(int span) const {
     return span < columns.spans - 1 ? kRingPieceVectors : columns.last_vectors_of(work.slice, warp);
+  }
+  // What is brought at once: a feeder's span, or a worker's piece of it.
+  FUSED_DEVICE int bringer() const { return kFed ? 0 : warp; }
+  FUSED_DEVICE uint32_t bytes_of(int span) const {
+    if constexpr (!kFed) return piece_vectors(span) * kVectorBytes;
+    if (span < columns.spans - 1) return kRingStageBytes;
+    return columns.last_vectors_of(work.slice) * kVectorBytes;
   }
   // A span that is brought next. All lanes know it, and one acts: it is in uniform registers.
   struct Feed {
@@ -351,23 +380,24 @@ struct RingBlock {
     }
   }
   FUSED_DEVICE const X* piece_of(const Feed& feed) const {
-    return element(feed.row, columns.first(feed.span, warp) * kWidth);
+    return element(feed.row, columns.first(feed.span, bringer()) * kWidth);
   }
   FUSED_DEVICE void bring(const Feed& feed, int stage, uint32_t bytes) const {
-    uint64_t* full = &state.full[warp / 2][stage];
-    barrier_expect(full, bytes);
+    uint64_t* has_come = full(warp / 2, stage);
+    barrier_expect(has_come, bytes);
     if (bytes > 0) {
-      bulk_load(ring + stage * kStageCols + warp * kPieceCols, piece_of(feed), bytes, full, false);
+      bulk_load(ring + stage * kStageCols + bringer() * kPieceCols, piece_of(feed), bytes, has_come,
+                false);
     }
   }
   FUSED_DEVICE void feed_ring(Feed& feed, int stage, bool acts) const {
     if (feed.i >= work.rows) return;
-    if (acts) bring(feed, stage, piece_vectors(feed.span) * kVectorBytes);
+    if (acts) bring(feed, stage, bytes_of(feed.span));
     advance(feed);
   }
   FUSED_DEVICE void feed_l2(Feed& feed, bool acts) const {
     if (feed.i >= work.rows) return;
-    const uint32_t bytes = piece_vectors(feed.span) * kVectorBytes;
+    const uint32_t bytes = bytes_of(feed.span);
     const X* x = piece_of(feed);
     if (acts && bytes > 0) bulk_prefetch_to_stay(x, bytes);
     advance(feed);
@@ -385,7 +415,7 @@ struct RingBlock {
     static_assert(kMostRingStages + kRingAhead <= kWarpSize);
     const Feed own = nth(lane);
     if (lane < plan.stages + kRingAhead && own.i < work.rows) {
-      const uint32_t bytes = piece_vectors(own.span) * kVectorBytes;
+      const uint32_t bytes = bytes_of(own.span);
       if (lane < plan.stages) {
         bring(own, lane, bytes);
       } else if (bytes > 0) {
@@ -394,6 +424,20 @@ struct RingBlock {
     }
     __syncwarp();
     return {nth(plan.stages), nth(plan.stages + kRingAhead)};
+  }
+
+  FUSED_DEVICE void run_feeder(Feeds feeds, const auto& meeting) const {
+    meeting.wait();
+    RingPosition next;
+#pragma unroll 1
+    while (feeds.to_ring.i < work.rows) {
+      barrier_wait(left(next.stage), next.parity);
+      fence_before_bulk_load();
+      feed_ring(feeds.to_ring, next.stage, lane == 0);
+      feed_l2(feeds.to_l2, lane == 0);
+      __syncwarp();
+      next.advance(plan.stages);
+    }
   }
 
   // A lane's weights and biases: the first in registers, the others in its part of shared memory.
@@ -469,14 +513,17 @@ struct RingBlock {
       each_span([&](int span) {
         const bool is_last = span == columns.spans - 1;
         if (is_last) col = columns.first(span, warp) * kWidth + own;
-        barrier_wait(&state.full[warp / 2][read.stage], read.parity);
-        const X* x = ring + read.stage * kStageCols + warp * kPieceCols + own;
+        barrier_wait(full(warp / 2, read.stage), read.parity);
+        const X* x = ring + read.stage * kStageCols + warp * place_vectors(is_last) * kWidth + own;
         Vec<X, kWidth> values[kRingLaneVecs];
         FUSED_UNROLL for (int k = 0; k < kRingLaneVecs; ++k) {
           values[k] = load<Use::kPlain, kWidth>(x + k * kWarpSize * kWidth);
         }
         // Once all lanes have read the stage, it is refilled.
-        if (feeds.to_ring.i < work.rows) {
+        if constexpr (kFed) {
+          __syncwarp();
+          if (own == 0) barrier_arrive(left(read.stage));
+        } else if (feeds.to_ring.i < work.rows) {
           fence_before_bulk_load();
           __syncwarp();
           feed_ring(feeds.to_ring, read.stage, own == 0);
@@ -486,22 +533,32 @@ struct RingBlock {
         read.advance(plan.stages);
         FUSED_UNROLL for (int k = 0; k < kRingLaneVecs; ++k) {
           const int number = kRingLaneVecs * span + k;
-          if (own >= (piece_vectors(span) - k * kWarpSize) * kWidth) continue;
+          const bool has = own < (piece_vectors(span) - k * kWarpSize) * kWidth;
+          // A branch delays the next vector. With a feeder a lane without a vector goes on, reads
+          // some parameter, and does not store.
+          if (!kFed && !has) continue;
           WVec weight, bias;
           if (number < kWeights) weight = weights[min(number, kWeights - 1)];
           if (number >= kWeights) {
-            weight = load<Use::kPlain, kWidth>(shared + place(number, kWeights));
+            weight =
+                load<Use::kPlain, kWidth>(shared + (!kFed || has ? place(number, kWeights) : 0));
           }
           if (number < kBiases) bias = biases[min(number, kBiases - 1)];
           if (number >= kBiases) {
-            bias = load<Use::kPlain, kWidth>(shared_biases + place(number, kBiases));
+            bias = load<Use::kPlain, kWidth>(shared_biases +
+                                             (!kFed || has ? place(number, kBiases) : 0));
           }
           // In half precision, the compiler must not keep unpacked parameters from row to row.
           hold(weight);
           hold(bias);
           const auto result = N::template finish<typename N::Epilogue, typename N::Affine>(
               p, values[k], statistics.x, statistics.y, weight, bias);
-          store_once(element(y, col + k * kWarpSize * kWidth), result);
+          Y* const to = element(y, col + k * kWarpSize * kWidth);
+          if constexpr (kFed) {
+            store_once_if(has, to, result);
+          } else {
+            store_once(to, result);
+          }
         }
         col += columns.blocks * kStageCols;
       });
@@ -510,12 +567,14 @@ struct RingBlock {
 };
 
 template <typename N, bool kLong>
-__global__ void __launch_bounds__(kRingThreads, 1)
+__global__ void __launch_bounds__(ring_threads(ring_is_fed(sizeof(typename N::X), kLong)), 1)
     layer_norm_forward_ring_kernel(const __grid_constant__ forward::Ring plan,
                                    const __grid_constant__ ForwardParams p) {
   if constexpr (!kHasBulk) return;  // Never launched on chips without bulk copies.
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ RingState state;
+  constexpr bool kFed = RingBlock<N, kLong>::kFed;
+  constexpr int kThreads = ring_threads(kFed);
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0);
   const SliceWork work({plan.blocks_per_row, 0}, p.rows, p.cols);
   RingBlock<N, kLong> block = {plan,  p,
@@ -525,8 +584,8 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   // Each warp by one lane: the barriers of several lanes would be made one after the other.
   if (block.lane == 0) {
 #pragma unroll 1
-    for (int i = warp; i < kRingWorkers / 2 * kMostRingStages; i += kRingThreads / kWarpSize) {
-      barrier_init(&state.full[0][0] + i, 2);
+    for (int i = warp; i < kRingWorkers / 2 * kMostRingStages; i += kThreads / kWarpSize) {
+      barrier_init(&state.full[0][0] + i, !kFed ? 2 : i < kMostRingStages ? 1 : kRingWorkers);
     }
     if (warp < kRingRowsKept) {
       barrier_init(state.measured + warp, kRingMeasurers);
@@ -538,7 +597,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   if (plan.blocks_per_row > 1) {
     auto* slots = static_cast<uint64_t*>(p.workspace) + work.slice;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < work.rows; i += kRingThreads) {
+    for (int i = threadIdx.x; i < work.rows; i += kThreads) {
       slots[work.row(i) * plan.blocks_per_row] = kEmptySlot;
     }
   }
@@ -551,7 +610,8 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   };
   const GridMeeting meeting(is_shared, [] {});
   typename RingBlock<N, kLong>::Feeds feed;
-  if (warp < kRingWorkers) feed = block.start();
+  const bool brings = kFed ? warp == kThreads / kWarpSize - 1 : warp < kRingWorkers;
+  if (brings) feed = block.start();
   if (warp < kRingWorkers) {
     if constexpr (kLong) take_registers();
     auto* parameters = reinterpret_cast<typename N::W*>(shared + plan.stages * kRingStageBytes);
@@ -560,6 +620,8 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     if constexpr (kLong) give_registers();
     if (warp < kRingWorkers + kRingMeasurers) {
       block.run_measurer(warp - kRingWorkers, meeting);
+    } else if (kFed && brings) {
+      block.run_feeder(feed, meeting);
     } else {
       block.run_collector(meeting);
     }

@@ -3,9 +3,10 @@
 //
 // A block has warps by role. Eight workers bring x to a ring of stages in shared memory by bulk
 // copies, and normalize it; three measurers take the moments of what has come; one collector waits
-// for the other blocks of the row. A stage has a span of vectors, 64 for each worker. The spans of
-// the blocks that share a row lie side by side, so that all of them read and write one part of
-// memory at a time.
+// for the other blocks of the row. In half precision, where the workers are the bound, one more
+// warp brings x in their place: the feeder. A stage has a span of vectors, 64 for each worker. The
+// spans of the blocks that share a row lie side by side, so that all of them read and write one
+// part of memory at a time.
 //
 // There are two kinds of kernels. In one the block's columns of weight and bias lie in shared
 // memory beside the ring: for all types, with an epilogue or without. In the other most of them lie
@@ -50,7 +51,12 @@ struct Ring : Launch {
 ForwardLaunch<forward::Ring> launch_layer_norm_forward;
 
 constexpr int kRingWorkers = 8, kRingMeasurers = 3, kRingCollectors = 1;
-constexpr int kRingThreads = (kRingWorkers + kRingMeasurers + kRingCollectors) * kWarpThreads;
+constexpr int ring_threads(bool fed) {
+  return (kRingWorkers + kRingMeasurers + kRingCollectors + fed) * kWarpThreads;
+}
+// Whether a block has a feeder. (H200, without and with it, bfloat16: 4096 x 65536 343.1, 296.2;
+// 2048 x 262144 636.1, 571.0; but float32, long: 16 x 4194304 175.2, 186.5.)
+constexpr bool ring_is_fed(int x_size, bool is_long) { return x_size == 2 && !is_long; }
 // A worker's lane has two vectors of a span.
 constexpr int kRingLaneVecs = 2;
 constexpr int kRingPieceVectors = kRingLaneVecs * kWarpThreads;
@@ -75,7 +81,7 @@ constexpr LongRing long_ring(bool wide) { return wide ? LongRing{8, 16, 9} : Lon
 constexpr int kLongRingWorkerRegisters = 224, kLongRingOtherRegisters = 56;
 static_assert(kRingWorkers * kLongRingWorkerRegisters +
                       (kRingMeasurers + kRingCollectors) * kLongRingOtherRegisters <=
-                  kRingThreads / kWarpThreads * registers_of(kRingThreads, 1),
+                  ring_threads(false) / kWarpThreads * registers_of(ring_threads(false), 1),
               "the registers that a launch begins with suffice");
 // There are long kernels for nothing fused, and y of x's type. They pay on Hopper alone, where
 // registers can be moved: elsewhere most of what they keep would be spilled.
@@ -118,7 +124,7 @@ inline std::optional<forward::Ring> ring_of(const Problem& problem, const Device
                          kRingRowsKept * spans - 1, kMostRingStages});
   if (stages <= spans || stages * 8 < spans * least) return std::nullopt;
   plan.stages = static_cast<int>(stages);
-  plan.threads = kRingThreads;
+  plan.threads = ring_threads(ring_is_fed(size_of(problem.x), is_long));
   plan.shared_bytes = static_cast<int>(stages * kRingStageBytes + parameters);
   plan.blocks = persistent_sets(problem, device, blocks_per_row, 1) * blocks_per_row;
   plan.workspace_bytes = plan.meets() ? problem.rows * blocks_per_row * 8 : 0;
