@@ -153,6 +153,7 @@ def check_backward(p, rows, cols, problem, _chip):
         assert vectors <= p["lanes"] * p["vecs"]
         assert p["shared_bytes"] >= 2 * cols * max(4, x_size)
     if strategy == "few_rows":
+        assert problem["dtype"] != F64
         assert vectors <= p["team_threads"] * p["vecs"]
         assert p["teams"] * p["team_threads"] == p["threads"] <= 512
         assert p["by_lanes"] or p["teams"] <= 15  # each has a hardware barrier

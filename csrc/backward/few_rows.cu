@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kBackwardThreads,
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::FewRows& plan, cudaStream_t stream) {
-  return dispatch_types(types, [&](auto t) {
+  return dispatch_types_but_float64(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       using Vecs = FewRowsVecs<width(), sizeof(typename T::X)>;

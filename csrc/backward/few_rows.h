@@ -29,9 +29,7 @@ constexpr bool has_few_rows_kernel(DataType x, DataType weight, DataType y, bool
 }
 static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
                   contains(FewRowsVecs<4, 4>{}, backward_block_vecs_from(4, 4, 1)) &&
-                  contains(FewRowsVecs<8, 2>{}, backward_block_vecs_from(8, 2, 1)) &&
-                  contains(FewRowsVecs<1, 8>{}, backward_block_vecs_from(1, 8, 1)) &&
-                  contains(FewRowsVecs<2, 8>{}, backward_block_vecs_from(2, 8, 1)),
+                  contains(FewRowsVecs<8, 2>{}, backward_block_vecs_from(8, 2, 1)),
               "few rows have a kernel wherever a team of whole warps keeps the row");
 // The number of lanes side by side on one row in blocks that compute only dweight and dbias. They
 // move 64 bytes of the row by vectors, or a sector of 32 bytes by single elements.
@@ -42,8 +40,7 @@ constexpr int few_rows_shared_bytes(int block_threads, int width, int x_size) {
          acc_size_of(x_size);
 }
 static_assert(few_rows_shared_bytes(kBackwardThreads, vector_width(2), 2) <= 4096 &&
-                  few_rows_shared_bytes(kBackwardThreads, vector_width(4), 4) <= 4096 &&
-                  few_rows_shared_bytes(kBackwardThreads, vector_width(8), 8) <= 4096,
+                  few_rows_shared_bytes(kBackwardThreads, vector_width(4), 4) <= 4096,
               "shared memory never decides how many blocks of few rows run at once");
 
 namespace backward {
@@ -102,7 +99,9 @@ inline int few_rows_teams(FewRows plan, const Problem& problem, const Device& de
 
 inline std::optional<FewRows> FewRows::make(const Problem& problem, const Device& device,
                                             const Forced& forced) {
-  const bool allowed = !problem.modulated && forced.allows(kName, {Field::kVecs, Field::kTeams});
+  // Of float64 other strategies take few rows, too: it is used for its digits, not its speed.
+  const bool allowed = !problem.modulated && problem.x != DataType::kFloat64 &&
+                       forced.allows(kName, {Field::kVecs, Field::kTeams});
   if (!allowed || !(has_few_rows(problem, device) || !forced.strategy.empty())) return std::nullopt;
   const auto has_kernel = [&](bool keeps) {
     return has_few_rows_kernel(problem.x, problem.weight, problem.y, is_fused(problem), keeps);
