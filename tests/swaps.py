@@ -129,19 +129,19 @@ def outcome(model, inputs, run=None):
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def same(found, expected, tolerance, strides=False):
+def same(found, expected, tolerance, strides=False, least=0.1):
     """Asserts equal dtypes and shapes, of outputs also strides if asked for, and errors within
     tolerance in the 2-norm.
 
-    An error is relative to the tensor's norm, or to 0.1 if that is greater, because some gradients
-    are zero but for roundings.
+    An error is relative to the tensor's norm, or to `least` if that is greater, because some
+    gradients are zero but for roundings.
     """
     assert found.keys() == expected.keys()
     for name, want in expected.items():
         assert found[name].dtype == want.dtype, name
         assert found[name].shape == want.shape, name
         assert found[name].stride() == want.stride() or "output" not in name or not strides
-        error = (found[name] - want).double().norm() / want.double().norm().clamp(min=0.1)
+        error = (found[name] - want).double().norm() / want.double().norm().clamp(min=least)
         assert error <= tolerance, f"{name}: relative error {error:.1e}"
 
 

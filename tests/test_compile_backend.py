@@ -133,11 +133,18 @@ def test_inference(device, make, backend):
             torch.testing.assert_close(compiled(*x), block(*x), rtol=1e-4, atol=1e-4)
 
 
+def swapped(width):
+    norms = nn.LayerNorm(width), nn.RMSNorm(width), nn.GroupNorm(1, 7), nn.SiLU()
+    model = nn.Sequential(nn.Linear(width, width), *norms)
+    return fused_layernorm.swap_norms(model, neighbours=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("make", "width", "backend", "tolerance"),
-    [(Block, 32, "fused_layernorm", 1e-4), (Ours, 64, "inductor", 1e-3)],
-)
+    [(Block, 32, "fused_layernorm", 1e-4), (Ours, 64, "inductor", 1e-3),
+     (swapped, 64, "inductor", 1e-3)],
+)  # fmt: skip
 def test_cuda_graphs(make, width, backend, tolerance):
     block = make(width).cuda()
     compiled = torch.compile(block, backend=backend, fullgraph=True, mode="reduce-overhead")
