@@ -240,9 +240,8 @@ def steps_table(steps: list[tuple[str, dict[str, Row]]]) -> list[str]:
     return [
         *(["Times as fast as stock PyTorch in eager mode, by one line with `neighbours=True`: "
            f"**{', '.join(said)}**."] if said else []),
-        "Each cell: how many times as fast a step is as the stock model's, "
-        "and what it works through in a second, or its wall time"
-        + (", and in brackets the most memory that it took" if memory else "")
+        "Stock: the speed of a step. The other cells: how many times that speed"
+        + (". In brackets: the step's peak memory" if memory else "")
         + ". All variants of a model were measured in one run.",
         table(["", *(TITLES[variant] for variant in shown)], body, left=1),
     ]  # fmt: skip
@@ -251,7 +250,7 @@ def steps_table(steps: list[tuple[str, dict[str, Row]]]) -> list[str]:
 def step_cell(row: Row, fastest: float) -> str:
     count, unit = units_of(row["model"])
     said = f"{count / row['wall_ms'] * 1e3:,.0f} {unit}/s" if unit else f"{row['wall_ms']:.1f} ms"
-    said = said if row["variant"] == "eager" else f"{row['times']:.2f}x, {said}"
+    said = said if row["variant"] == "eager" else f"{row['times']:.2f}x"
     said = f"{said} ({row['peak_gib']:.1f} GiB)" if "peak_gib" in row else said
     return f"**{said}**" if row["wall_ms"] == fastest else said
 
