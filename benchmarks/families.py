@@ -217,9 +217,10 @@ FAMILIES: dict[str, Family] = {
         Family("qk_norm_rope_", "RMSNorm and rotation of the heads of q and k", heads,
                "qk_norm_rope", inputs=(*QK, "cos", "sin"), gradients=QK, columns=(0, 0),
                layout=HEADS, options=RMS),
-        Family("qkv_norm_rope_", "The same of q, k and v in one tensor", packed, "qkv_norm_rope",
-               inputs=("qkv", *QK[2:], "cos", "sin"), gradients=("qkv", *QK[2:]), tensors=(2, 4),
-               columns=(0, 0), layout=HEADS, options=RMS),
+        Family("qkv_norm_rope_", "RMSNorm and rotation of packed q, k and v", packed,
+               "qkv_norm_rope", inputs=("qkv", *QK[2:], "cos", "sin"),
+               gradients=("qkv", *QK[2:]), tensors=(2, 4), columns=(0, 0), layout=HEADS,
+               options=RMS),
         *(Family(name, title, gated, "rms_norm_gated", inputs=XGW, gradients=XGW, tensors=(3, 5),
                  columns=(1, 2), options=(*RMS, ("gate_first", name == "gate_first_"),
                                           ("round_before_weight", True)))
