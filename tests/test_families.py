@@ -27,6 +27,7 @@ from families import (
     of_heads,
     of_packed,
 )
+from forms import Calls
 from golden_plans import group_plan
 from numerics import ids, make, modulated, ours
 from torch import nn
@@ -499,6 +500,14 @@ def test_vmap_of_heads(of, device):
         found = torch.vmap(run)(*(getattr(t, name) for name in names))
         for a, b in zip(found, t.problem.forward(t), strict=True):
             assert torch.equal(a.squeeze(1), b)
+
+
+def test_vmap_of_heads_is_one_call(device):
+    """Not one for each sample, as parameters of samples would make it."""
+    t = make(of_heads(dtype=F32, batch=3), device)
+    with Calls() as called:
+        torch.vmap(lambda q, k: t.problem.forward(t.but(q=q[None], k=k[None])))(t.q, t.k)
+    assert called.names == ["qk_norm_rope"]
 
 
 @pytest.mark.gpu

@@ -240,6 +240,9 @@ class Forward(autograd.Function):
                 found = load.gate_backward(dresidual, given["input"], given["gate"], *of_gate)
                 gradients |= zip(("input", "gate"), found, strict=True)
         else:
+            if flags.get("needs_dshift") and _is_gradient(dy, given["shift"], Call):
+                flags["needs_dshift"] = False
+                gradients["shift"] = dy
             given |= {**flags, "dy": dy}
             if "dresidual" in Call._fields:
                 given["dresidual"] = dresidual
@@ -274,6 +277,11 @@ def _unread(family: Family, a: Any, needs: Any) -> list[str]:
     if "shift" in a._fields and not (activates or needs.shift):
         unread.append("shift")
     return unread
+
+
+def _is_gradient(dy: Tensor, shift: Tensor, Call: Any) -> bool:
+    """Whether the gradient of shift is dy itself, as where each element of y has one of its own."""
+    return "activation" not in Call._fields and (shift.shape, shift.dtype) == (dy.shape, dy.dtype)
 
 
 def _autograd(family: Family, operator: OpOverload) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from . import autograd, head_formulas, load
 from .family import implement
 from .head_formulas import BackwardArguments, HeadArguments, check, dense_like, sides, with_k
-from .vmap import one_by_one
+from .vmap import folded, one_by_one, to_front
 
 qk_norm_rope = load.operators.qk_norm_rope.default
 qk_norm_rope_backward = load.operators.qk_norm_rope_backward.default
@@ -100,18 +100,51 @@ def _autograd(keyset: Any, *args: Any) -> Any:
     return autograd.redispatch(qk_norm_rope, keyset, *args)
 
 
+# ---- vmap: the batch is part of the first dimension. Parameters of samples are served one by one.
+
+
+def _angles_folded(a: Any, dim: int | None, size: int, batch: int) -> Any:
+    if a is None or (dim is None and a.dim() == 2):
+        return a
+    a = to_front(a, dim, size)
+    if a.dim() == 3:  # one table for each sample of vmap
+        a = a.unsqueeze(1)
+    return a.expand(size, batch, *a.shape[2:]).flatten(0, 1)
+
+
+def _unfolded(tensor: Tensor, size: int) -> Tensor:
+    return tensor.unflatten(0, (size, -1)) if tensor.dim() == 4 else tensor.expand(size, 0)
+
+
+def _vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    a, size = HeadArguments(*args), info.batch_size
+    dims: Any = HeadArguments(*in_dims)
+    if any(dim is not None for dim in dims[2:6]):
+        return one_by_one(qk_norm_rope, info, in_dims, *args)
+    batch = a.q.shape[1 if dims.q == 0 else 0] if dims.q is not None else a.q.shape[0]
+    call = a._replace(
+        q=folded(a.q, dims.q, size),
+        k=folded(a.k, dims.k, size),
+        cos=_angles_folded(a.cos, dims.cos, size, batch),
+        sin=_angles_folded(a.sin, dims.sin, size, batch),
+    )
+    return tuple(_unfolded(y, size) for y in qk_norm_rope(*call)), (0, 0)
+
+
 def register(
     operator: OpOverload,
     implementation: Callable[..., Any],
     without_data: Callable[..., Any],
     of_autograd: Callable[..., Any],
+    vmap: Callable[..., Any] | None = None,
 ) -> None:
-    rule = functools.partial(one_by_one, operator)
+    """vmap: the operator's rule, by default one call for each sample."""
+    rule = vmap or functools.partial(one_by_one, operator)
     implement(operator, implementation, without_data, rule)
     load.library.impl(operator._opname, of_autograd, "Autograd", with_keyset=True)
 
 
-register(qk_norm_rope, head_formulas.composite_forward, _fake, _autograd)
+register(qk_norm_rope, head_formulas.composite_forward, _fake, _autograd, _vmap)
 register(
     qk_norm_rope_backward,
     head_formulas.composite_backward,

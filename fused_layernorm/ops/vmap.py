@@ -25,6 +25,11 @@ def to_front(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
+def folded(tensor: Any, dim: int | None, size: int) -> Any:
+    """The tensor with the mapped dimension folded into its first one."""
+    return None if tensor is None else to_front(tensor, dim, size).flatten(0, 1)
+
+
 def one_by_one(operator: Any, info: Any, in_dims: Any, *args: Any) -> Any:
     """A rule that calls the operator for each sample."""
     given = list(zip(args, in_dims, strict=True))
