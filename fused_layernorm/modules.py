@@ -104,10 +104,6 @@ def is_bare(module: Any) -> bool:
     return all(getattr(module, name) == getattr(Norm, name) for name in _OPTIONS)
 
 
-def is_swapped(self: Any) -> bool:
-    return getattr(self, "_is_swapped", False)
-
-
 def forward_of(
     cls: Any, function: str, over: str, read: Any = None, argument: str = "input"
 ) -> Callable[..., Tensor]:
