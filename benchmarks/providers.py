@@ -146,6 +146,11 @@ PEERS = {
         "gated_": lambda t: _of("fla.modules.norm.fused_norm_gate", "rms_norm_gated")(
             t["x"], t["gate"], t["weight"], None, "silu", eps=EPS),
     }),
+    "quack": Peer("quack", "quack-kernels", {
+        "rms_": lambda t: _of("quack", "rmsnorm")(t["x"], t["weight"], eps=EPS),
+        "add_rms_": lambda t: _of("quack", "rmsnorm")(
+            t["x"], t["weight"], residual=t["residual"], eps=EPS, prenorm=True),
+    }),
     # Its sum and its norm take the places of residual and x.
     "flashinfer": Peer("flashinfer.norm", "flashinfer-python", {
         "rms_": lambda t: _of("flashinfer.norm", "rmsnorm")(t["x"], t["weight"], EPS),

@@ -59,7 +59,8 @@ GLANCE = (
     f"Tensors of {SMALLEST >> 20} MB and more: the median of the cases, and in brackets the "
     "least. *Of copy speed* is the least number of bytes that the operator must move, over "
     "its time, as a share of what an elementwise copy of the same tensor reaches in the same "
-    "run. A peer stands where it was timed.",
+    "run. A peer stands where it was timed; FlashInfer's times are of the CUDA kernels in "
+    "its `norm.cuh`, called without its Python package.",
     "All times are device times in microseconds unless a table says otherwise: the median over "
     "replays of a CUDA graph that works through distinct random inputs, which together are "
     "larger than the L2 cache. This page is made by `python -m benchmarks.report --write`; "
@@ -80,7 +81,7 @@ README_STEPS = (
 )
 OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; other times are peers'
 OTHERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN", "fla": "FLA",
-          "flashinfer": "FlashInfer", "liger": "Liger",
+          "flashinfer": "FlashInfer", "liger": "Liger", "quack": "QuACK",
           "llama": "transformers' Llama class"}  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def test_page_and_readme_say_what_was_measured(made):
     }
     text = report.page(made, ["the results of the G2"])
     assert "| kernels of eager RMSNorm | QuACK |" in text
-    assert "| peers not installed | FLA, FlashInfer |" in text
+    assert "| peers not installed | FLA, FlashInfer, QuACK |" in text
     assert "Not measured:\n\n- cudnn: no time\n" in text
     assert "Left out:\n\n- the results of the G2\n" in text
     faster = "eager PyTorch 3.0x (3.0x), Liger 3.0x (3.0x)"
