@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fused_layernorm import is_fused, layer_norm, swap_norms
+from fused_layernorm import is_fused, layer_norm, swap_norms, unswap_norms
 from fused_layernorm.swap import source
 
 D = 16
@@ -145,20 +145,26 @@ def same(found, expected, tolerance, strides=False, least=0.1):
         assert error <= tolerance, f"{name}: relative error {error:.1e}"
 
 
-def check_swap_and_unswap(module, swap, unswap, kind):
-    """A swapped copy looks like the module, but for its name, and so does one that is unswapped."""
+def check_swap_and_unswap(module, kind, swap=swap_norms, unswap=unswap_norms, copied=True):
+    """A swapped copy looks like the module, but for how it prints itself, copies of it are of its
+    class, and one that is unswapped is as the module."""
     cls, text, attributes = type(module), repr(module), {*vars(module)}
     new = swapped(module, swap)
     assert isinstance(new, cls)
-    shown = kind if cls is nn.RMSNorm else f"{kind}[{cls.__name__}]"
-    assert repr(new).startswith(shown + "(")
+    is_ours = type(new).__module__ == "fused_layernorm.modules"
+    assert repr(new).startswith((kind if is_ours else f"{kind}[{cls.__name__}]") + "(")
+    assert is_ours == (cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm))
+    for name in () if is_ours else ("__name__", "__qualname__", "__module__"):
+        assert getattr(type(new), name) == getattr(cls, name)
+    assert new._get_name() == module._get_name() or is_ours
     assert list(new.state_dict()) == list(module.state_dict())
     own, stock = (inspect.signature(one.forward).parameters for one in (new, module))
     assert [*own] == [*stock]
     assert swap(new) is new
-    assert type(unswap(new)) is cls
-    assert repr(new) == text
-    assert {*vars(new)} == attributes
+    for one in (*(copies(new) if copied else ()), new):
+        assert type(unswap(one)) is cls
+        assert repr(one) == text
+        assert {*vars(one)} == attributes
 
 
 def check_compiler(module, compiler, *inputs):

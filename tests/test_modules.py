@@ -103,12 +103,16 @@ MODULES: list[tuple[Any, type[nn.Module], list[str], str, list[tuple[int, ...]],
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_modules(device, make, stock, names, shown, shapes, function):
     """torch.load(weights_only=True), its default, makes an object of known classes only."""
-    module = make().to(device).eval()
+    module: Any = make().to(device).eval()
     assert isinstance(module, stock)
+    assert type(fl.swap_norms(nn.Sequential(module))[0]) is type(module)
+    assert fl.is_fused(module)
     assert [*module.state_dict()] == names
     assert shown in repr(module)
+    if "dtype" not in repr(module):  # it accepts what it prints
+        assert repr(eval(repr(module), vars(fl))) == repr(module)
     if "weight" in names:
-        assert module.weight.eq(0 if "weight_offset=1" in repr(module) else 1).all()
+        assert torch.all(module.state_dict()["weight"] == ("weight_offset=1" not in repr(module)))
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     given = [torch.randn(shape, device=device) for shape in shapes]
@@ -124,6 +128,8 @@ def test_modules(device, make, stock, names, shown, shapes, function):
         torch.testing.assert_close(made(*given), expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(NotImplementedError, match="whose forward torch"):
         torch.jit.script(nn.Sequential(module))
+    module.forward = lambda *args: args[0]
+    assert not fl.is_fused(module)
 
 
 def test_all_classes_are_tested():
