@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """diffusers: its modules that modulate a norm's output, and whole transformers, before and after.
 
-First come the modules one by one, and the cases in which a swapped module still calls its norm. Tiny
-transformers with random weights follow.
+First come the modules one by one, and the cases in which a swapped module still calls its norm.
+Tiny transformers with random weights follow.
 """
 
 import copy

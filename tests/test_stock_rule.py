@@ -332,7 +332,7 @@ def test_tensors_of_inference_mode_and_with_the_negative_bit(kind, device):
 
 @pytest.mark.parametrize("operators", [False, True])
 @pytest.mark.parametrize("kind", [*NORMS, *GROUPS, *SEQUENCE, "gemma", *OF_LIBRARIES])
-def test_a_replaced_forward(kind, device, monkeypatch, operators):
+def test_a_replaced_forward(kind, device, monkeypatch, operators, caplog):
     """Tools of attribution do so, for the gradients: a swap would bring the old ones back. Whoever
     accepts a class says what it computes."""
     monkeypatch.setattr(stock, "_cpu_operators", operators)
@@ -340,6 +340,7 @@ def test_a_replaced_forward(kind, device, monkeypatch, operators):
     cls, late, expected = type(early), copy.deepcopy(early), early(x)
     early = swap(early)
     assert is_fused(early)
+    caplog.set_level("INFO", logger="fused_layernorm.swap")
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(cls, "forward", lambda self, x: x * 3)
         for module in (early, swap(late))[: 1 + (cls is not Accepted)]:
@@ -349,6 +350,8 @@ def test_a_replaced_forward(kind, device, monkeypatch, operators):
                     assert_same(module(x), x * 3)
         if operators:
             assert_same(torch.compile(early, backend="eager")(x), x * 3)
+    replaced = "its forward was replaced" + " since it was registered" * (cls is Registered)
+    assert f"({replaced})" in caplog.text or kind not in ("layer", "rms", "group", "registered")
     assert is_fused(early)
     assert_same(early(x), expected)
 
