@@ -5,15 +5,13 @@ Unlike the tests of the patterns, these programs combine operations at random an
 also into views, by in-place functions, and where the gradient mode changes. A program is made as a
 graph, without Dynamo, whose examples are its values on the CPU; a few of them go through Dynamo.
 
-    FUSED_LAYERNORM_PROGRAMS=100000 python tests/test_graph_programs.py [first seed]
+    FUSED_LAYERNORM_PROGRAMS=100000 pytest tests/test_graph_programs.py
 """
 
 import collections
 import operator
 import os
 import random
-import sys
-import time
 from typing import Any, NamedTuple
 
 import pytest
@@ -278,12 +276,3 @@ def test_random_programs_through_dynamo():
     assert not any(row.error for row in rows)
     assert {name for row in rows for name in row.fused} >= {"residual", "activation"}
 
-
-if __name__ == "__main__":
-    rules.DEVICES.add("cpu")
-    first, begin = int((*sys.argv, "0")[1]), time.monotonic()
-    counts: collections.Counter[str] = collections.Counter()
-    for start in range(first, first + PROGRAMS, 1000):
-        for line in run(range(start, min(start + 1000, first + PROGRAMS)), counts):
-            print(line, flush=True)
-        print(f"{time.monotonic() - begin:.0f} s, {dict(counts)}", flush=True)
