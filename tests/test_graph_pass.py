@@ -32,7 +32,7 @@ from captured import (
     tensors,
 )
 from compiling import afresh, everywhere  # noqa: F401
-from tiny_transformers import WrittenHere, decoder
+from tiny_transformers import decoder
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -820,48 +820,6 @@ def test_forward_is_left_to_inductor(device, text, operator):
     torch.testing.assert_close(found[0], expected[0])
     for name in ("x", "weight"):
         torch.testing.assert_close(found[1][name], expected[1][name], rtol=0.02, atol=0.05)
-
-
-def test_swapped_classes_under_compile(device, monkeypatch):
-    """A swapped class is its own forward in a graph, where the graph pass finds it."""
-    monkeypatch.setattr(fl.stock, "_cpu_operators", True)
-    norm, x, graphs = WrittenHere(256).to(device), torch.randn(3, 256, device=device), []
-    stock = norm(x)
-    fl.swap_rms_norm(norm)
-
-    def backend(graph_module, example_inputs):
-        graphs.append(graph_module)
-        return graph_module.forward
-
-    torch.testing.assert_close(torch.compile(norm, backend=backend, fullgraph=True)(x), stock)
-    assert operators_of(graphs[0]) == []
-    assert operators_of(fl.fuse(graphs[0])) != []
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.conv = nn.GroupNorm(4, 16), nn.Conv2d(16, 16, 3, padding=1)
-
-    def forward(self, x):
-        return x + self.conv(F.silu(self.norm(x)))
-
-
-@pytest.mark.parametrize(("channels_last", "dynamic"), [(False, False), (True, True)])
-def test_inductor_feeds_the_operator_in_any_order(channels_last, dynamic):
-    """Its convolutions may be in channels_last, in a contiguous model too: nothing is copied."""
-    torch.manual_seed(0)
-    module: Any = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), Block(), Block())
-    x = torch.randn(2, 3, 8, 10)
-    if channels_last:
-        module, x = (one.to(memory_format=torch.channels_last) for one in (module, x))
-    compiled = torch.compile(module, backend="fused_layernorm", fullgraph=True, dynamic=dynamic)
-    leaves, dy = (x.requires_grad_(), *module.parameters()), torch.randn(2, 16, 8, 10)
-    y, z = module(x), compiled(x)
-    torch.testing.assert_close(z, y, rtol=1e-4, atol=1e-4)
-    found, expected = (torch.autograd.grad(out, leaves, dy) for out in (z, y))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-    assert z.stride() == y.stride()
 
 
 # ---- Graphs of torch.export ---------------------------------------------------------------------

@@ -275,4 +275,3 @@ def test_random_programs_through_dynamo():
         assert difference(found, stock, 1e-3) == "", module.code
     assert not any(row.error for row in rows)
     assert {name for row in rows for name in row.fused} >= {"residual", "activation"}
-

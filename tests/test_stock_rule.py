@@ -20,6 +20,7 @@ from typing import Any
 
 import libraries
 import pytest
+import tiny_diffusers
 import torch
 from libraries import class_of
 from swaps import (
@@ -473,19 +474,14 @@ def test_compiled_submodules_are_left():
 
 def test_a_saved_model_is_that_of_the_stock_class(tmp_path):
     diffusers = libraries.get("diffusers")
-    model = diffusers.UNet2DModel(
-        sample_size=8, in_channels=3, out_channels=3, block_out_channels=(8, 8),
-        layers_per_block=1, norm_num_groups=2, down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=4,
-    ).eval()  # fmt: skip
-    new = beside(model)
+    model, inputs = tiny_diffusers.unet()
+    new = beside(model.eval())
     assert is_fused(new)  # its own forward has a norm before an activation
     diffusers.DDPMPipeline(new, diffusers.DDPMScheduler()).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "unet/config.json").read_text())["_class_name"] == "UNet2DModel"
     again = diffusers.DDPMPipeline.from_pretrained(tmp_path).unet
     assert type(again) is type(model)
-    x = torch.randn(1, 3, 8, 8)
-    assert_same(again.eval()(x, 1).sample, model(x, 1).sample)
+    assert_same(again.eval()(**inputs).sample, model(**inputs).sample)
 
 
 @pytest.mark.parametrize("make_it", [nn.LayerNorm, WrittenHere, GROUPS["group"]])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """swap_norms(model, neighbours=True): tiny models of transformers before and after."""
 
-import copy
 import importlib
 from typing import Any
 
@@ -9,7 +8,7 @@ import libraries
 import pytest
 import torch
 import torch.nn.functional as F
-from swaps import copies, fused
+from swaps import copies
 from tiny_transformers import decoder
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,6 +73,7 @@ def rotating(model):
 def test_models(name, device, calls):
     model = make(name, device)
     stock = run(model)
+    assert not rotating(swap_norms(model))  # which are asked for
     swap_norms(model, neighbours=True)
     assert len(rotating(model)) == 2
     torch.testing.assert_close(run(model), stock, rtol=2e-4, atol=1e-5)
@@ -84,16 +84,6 @@ def test_models(name, device, calls):
     unswap_norms(model)
     assert not rotating(model)
     assert all(map(torch.equal, run(model), stock))
-
-
-@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
-def test_half_precision_is_nearer_to_float32(name, device):
-    model = make(name, device, torch.bfloat16)
-    exact = run(copy.deepcopy(model).float())[0]
-    stock = run(model)[0]
-    found = run(swap_norms(model, neighbours=True))[0]
-    errors = [(logits - exact).square().mean() for logits in (found, stock)]
-    assert errors[0] <= 1.1 * errors[1]
 
 
 def test_generation_with_a_cache_is_the_same(device):
@@ -118,15 +108,6 @@ def test_what_the_kernel_does_not_take_runs_as_before(calls):
     torch.testing.assert_close(run(model), run(make("Qwen3")), rtol=2e-4, atol=1e-5)
     assert len(seen) == 2  # a hook of a norm still runs; the rotation alone is fused
     assert calls == [False, False]
-
-
-def test_rotations_are_asked_for(device):
-    model = make("Llama", device)
-    stock = run(model)
-    swap_norms(model)
-    assert not rotating(model)
-    assert len(fused(model)) == 5
-    torch.testing.assert_close(run(model), stock, rtol=2e-4, atol=1e-5)
 
 
 def test_an_unknown_source_is_left(caplog, monkeypatch):
@@ -248,7 +229,7 @@ class OfTimm(nn.Module):
     def __init__(self, norm=nn.LayerNorm):
         super().__init__()
         self.num_heads, self.head_dim = 3, 16
-        self.qkv, self.proj = nn.Linear(48, 144), nn.Linear(48, 48)
+        self.qkv = nn.Linear(48, 144)
         self.q_norm, self.k_norm = norm(16), norm(16)
 
     def forward(self, x):
@@ -256,15 +237,7 @@ class OfTimm(nn.Module):
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
-        x = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(x.transpose(1, 2).reshape(B, N, 48))
-
-
-class Chunks(OfTimm):
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(2, (3, 3, 16)).permute(2, 0, 3, 1, 4).chunk(3, 0)
-        q, k = self.q_norm(q), self.k_norm(k)
-        return (q + k + v).sum(0).transpose(1, 2).flatten(2)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 class WritesIntoV(OfTimm):
@@ -302,10 +275,8 @@ def test_norms_of_one_projection(device, calls, compiled):
     expected = of_heads(model, x)
     swap_norms(model, neighbours=True)
     torch._dynamo.reset()
-    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    y = run(x)
-    found = [y.detach(), *torch.autograd.grad(y.square().sum(), [*model.parameters()])]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    one: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    torch.testing.assert_close(of_heads(one, x), expected, rtol=1e-4, atol=1e-5)
     assert calls == ["one tensor"]
     for other in copies(model):
         torch.testing.assert_close(of_heads(other, x), expected, rtol=1e-4, atol=1e-5)
@@ -326,9 +297,8 @@ def test_norms_of_one_projection(device, calls, compiled):
 
 @pytest.mark.parametrize(
     ("cls", "norm"),
-    [(Chunks, nn.LayerNorm), (WritesIntoV, nn.LayerNorm), (OtherV, nn.LayerNorm),
-     (OfTimm, nn.Identity)],
-)  # fmt: skip
+    [(WritesIntoV, nn.LayerNorm), (OtherV, nn.LayerNorm), (OfTimm, nn.Identity)],
+)
 def test_projections_that_are_left(cls, norm, calls, device):
     model, x = cls(norm).to(device), torch.randn(2, 5, 48, device=device)
     holder = nn.ModuleList([model, nn.LayerNorm(4)])
@@ -336,7 +306,7 @@ def test_projections_that_are_left(cls, norm, calls, device):
     swap_norms(holder, neighbours=True)
     torch.testing.assert_close(model(x), expected)
     assert not calls
-    assert (type(model) is cls) == (cls in (Chunks, WritesIntoV) or norm is nn.Identity)
+    assert (type(model) is cls) == (cls is WritesIntoV or norm is nn.Identity)
 
 
 @pytest.mark.parametrize("norm", ["LayerNorm", "RmsNorm"])
