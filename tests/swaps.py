@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fused_layernorm
 from fused_layernorm import is_fused, layer_norm, swap_norms, unswap_norms
 from fused_layernorm.swap import source
 
@@ -19,6 +20,37 @@ D = 16
 
 def small_model():
     return nn.Sequential(nn.Linear(8, D), nn.LayerNorm(D), nn.ReLU(), nn.Linear(D, 3))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {}, "gelu": {"activation": "gelu", "scale": 0.5}, "silu": {"activation": "silu"},
+    "out_dtype": {"out_dtype": torch.float64},
+}  # fmt: skip
+
+
+class EveryNorm(nn.Module):
+    """A norm of every kind, those with options with each that is named."""
+
+    def __init__(self, *names):
+        super().__init__()
+        fl, options = fused_layernorm, [OPTIONS[name] for name in names]
+        self.norms = nn.ModuleList(fl.FusedLayerNorm(16, **o) for o in options)
+        self.add_norms = nn.ModuleList(fl.FusedAddLayerNorm((4, 16), **o) for o in options)
+        self.linear, self.modulation = nn.Linear(16, 16), nn.Linear(16, 48)
+        self.rms = fl.FusedRMSNorm(16, weight_offset=1.0)
+        self.ada = fl.FusedAdaLayerNorm(16)
+        self.add_ada = fl.FusedAddAdaLayerNorm(16, elementwise_affine=True)
+        for name, parameter in self.named_parameters():
+            if "modulation" not in name:
+                nn.init.normal_(parameter, 0.2, 0.5)
+
+    def forward(self, x):
+        outputs: list[torch.Tensor] = []
+        for norm, add_norm in zip(self.norms, self.add_norms, strict=True):
+            outputs += add_norm(self.linear(norm(x).to(x.dtype)), x)
+        gate, shift, scale = self.modulation(x).chunk(3, -1)
+        outputs += self.add_ada(self.ada(self.rms(x), shift, scale), x, gate, shift, scale)
+        return tuple(outputs)
 
 
 class Accepted(nn.LayerNorm):

@@ -16,7 +16,7 @@ from captured import llama, model, passing, tensors
 from compiling import EAGER, afresh, assert_same, everywhere, recording  # noqa: F401
 from numerics import covering
 from processes import run
-from swaps import outcome, same
+from swaps import EveryNorm, outcome, same
 from tiny_transformers import WrittenHere
 from torch import nn
 from torch._dynamo.utils import counters
@@ -62,27 +62,6 @@ class Block(torch.nn.Module):
         return x + torch.tanh(self.norm2(x) * (1 + scale2) + shift2)
 
 
-class Ours(torch.nn.Module):
-    """A pre-norm feed-forward block with every fused operation, and modulations in chunks."""
-
-    def __init__(self, width=16):
-        super().__init__()
-        self.norm = fused_layernorm.FusedLayerNorm(width, activation="gelu", scale=0.5)
-        self.up = torch.nn.Linear(width, 2 * width)
-        self.down = torch.nn.Linear(2 * width, width)
-        self.add_norm = fused_layernorm.FusedAddLayerNorm(width)
-        self.modulation = torch.nn.Linear(width, 5 * width)
-        self.ada_norm = fused_layernorm.FusedAdaLayerNorm(width, elementwise_affine=True)
-        self.add_ada_norm = fused_layernorm.FusedAddAdaLayerNorm(width)
-
-    def forward(self, x):
-        y, residual = self.add_norm(self.down(F.relu(self.up(self.norm(x)))), x)
-        shift, scale, gate, shift2, scale2 = self.modulation(x[:, :1]).chunk(5, -1)
-        y = self.down(F.relu(self.up(self.ada_norm(y, shift, scale))))
-        y, residual = self.add_ada_norm(y, residual, gate, shift2, scale2)
-        return y + residual
-
-
 def inputs(width=32, device="cpu", rows=3):
     return torch.randn(rows, 7, width, device=device), torch.randn(rows, width, device=device)
 
@@ -94,9 +73,14 @@ chooses = pytest.mark.skipif(not choice.CHOOSES, reason="Dynamo of torch 2.10 ca
 # ---- The backend ---------------------------------------------------------------------------------
 
 
+def every(width=16):
+    return EveryNorm("gelu")
+
+
 def given(block, width=16, device="cpu", rows=3):
-    x, c = inputs(width, device, rows)
-    return (x, c) if isinstance(block, Block) else (x,)
+    if isinstance(block, Block):
+        return inputs(width, device, rows)
+    return (torch.randn(rows, 4, width, device=device),)
 
 
 # A block, its backend, options, whether sizes are dynamic, whether rules choose as on a GPU, and
@@ -108,7 +92,7 @@ TRAINED: list[tuple[Any, str, Any, bool, bool, bool]] = [
       for then, checkpointed, dynamic in [
           ("eager", False, False), ("eager", True, False), ("eager", False, True),
           ("inductor", True, False), ("inductor", False, True)]),
-    *((Ours, backend, None, *how) for backend, *how in covering(
+    *((every, backend, None, *how) for backend, *how in covering(
         ["aot_eager", "inductor"], [False, True], [False, True], [False, True])),
 ]  # fmt: skip
 
@@ -124,7 +108,7 @@ def test_training(device, make, backend, options, dynamic, chosen, operators, mo
 
 
 @pytest.mark.parametrize(
-    ("make", "backend"), [(Block, "fused_layernorm"), (Ours, "aot_eager"), (Ours, "inductor")]
+    ("make", "backend"), [(Block, "fused_layernorm"), (every, "aot_eager"), (every, "inductor")]
 )
 def test_inference(device, make, backend):
     block = make(16).to(device)
@@ -136,7 +120,7 @@ def test_inference(device, make, backend):
 
 
 def swapped(width):
-    norms = nn.LayerNorm(width), nn.RMSNorm(width), nn.GroupNorm(1, 7), nn.SiLU()
+    norms = nn.LayerNorm(width), nn.RMSNorm(width), nn.GroupNorm(1, 4), nn.SiLU()
     model = nn.Sequential(nn.Linear(width, width), *norms)
     return fused_layernorm.swap_norms(model, neighbours=True)
 
@@ -144,7 +128,7 @@ def swapped(width):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("make", "width", "backend", "tolerance"),
-    [(Block, 32, "fused_layernorm", 1e-4), (Ours, 64, "inductor", 1e-3),
+    [(Block, 32, "fused_layernorm", 1e-4), (every, 16, "inductor", 1e-3),
      (swapped, 64, "inductor", 1e-3)],
 )  # fmt: skip
 def test_cuda_graphs(make, width, backend, tolerance):

@@ -312,16 +312,3 @@ def test_transformer(build, device, calls, monkeypatch):
     expected = outcome(stock, inputs, sample)
     same(found, expected, 1e-5)
     same(outcome(unswap_layer_norm(model), inputs, sample), expected, 0)
-
-
-def test_transformer_exported(device):
-    stock, inputs = transformer(flux, device)
-    model = swap_layer_norm(copy.deepcopy(stock))
-    inputs["return_dict"] = False
-    with torch.no_grad():
-        program = torch.export.export(model, (), inputs)
-        (found,), (expected,) = (m(**inputs) for m in (program.module(), stock))
-    operator = torch.ops.fused_layernorm.ada_layer_norm.default
-    targets = [node.target for node in program.graph.nodes]
-    assert targets.count(operator) == TRANSFORMERS[flux]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
