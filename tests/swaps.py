@@ -199,15 +199,6 @@ def check_swap_and_unswap(module, kind, swap=swap_norms, unswap=unswap_norms, co
         assert {*vars(one)} == attributes
 
 
-def check_compiler(module, compiler, *inputs):
-    """What torch.fx or TorchScript takes of a class, it takes of the swapped one."""
-    try:
-        expected = compiler(module)(*inputs)
-    except Exception:
-        return
-    assert_same(compiler(swapped(module))(*inputs), expected)
-
-
 def ulps(one, other):
     """By how many numbers of their dtype, of half precision, the elements are apart."""
     places = []

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
-from fused_layernorm import FusedLayerNorm, FusedRMSNorm
+from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, FusedRMSNorm
 from fused_layernorm.compile import backend as ways
 from fused_layernorm.compile import choice, rules
 from fused_layernorm.compile.rules import Choice, Problem, choose
@@ -322,6 +322,8 @@ SWAPPED: list[tuple[Any, torch.Tensor, str, str, str]] = [
     (lambda: FusedLayerNorm(1152), torch.randn(3, 1152), "layer_norm", "layer_norm", "layer_norm"),
     (lambda: FusedLayerNorm(256, activation="relu"), torch.randn(3, 256),
      "layer_norm", "layer_norm", "layer_norm"),
+    (lambda: FusedAddLayerNorm(256), torch.randn(3, 256),
+     "aten_add_layer_norm", "aten_add_layer_norm", "add_layer_norm"),
     (lambda: FusedLayerNorm(96), IMAGE, "aten_layer_norm", "", "layer_norm"),
     (lambda: FusedLayerNorm(96), IMAGE.contiguous(), "layer_norm", "", "layer_norm"),
     (lambda: FusedRMSNorm(256), torch.randn(3, 256), "", "", "layer_norm"),  # Inductor can write it
@@ -340,11 +342,12 @@ def test_swapped_modules(device, row, how):
     """What the rules leave to Inductor without the graph pass, which decides again."""
     make, x, *operators = SWAPPED[row]
     module, x = make().to(device), x.to(device)
+    args = (x, x) if isinstance(module, FusedAddLayerNorm) else (x,)
     through = {"through": EAGER_PASS} if how == 2 else {}
     with torch.autocast(device, torch.bfloat16, enabled=how == 1):
-        assert targets_of(module, x, **through) == operators[how].split()
+        assert targets_of(module, *args, **through) == operators[how].split()
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-        assert_same(module, compiled, x)
+        assert_same(module, compiled, *args)
 
 
 @chooses
