@@ -242,18 +242,6 @@ def fsdp2_compiled(mesh):
         torch.testing.assert_close(curve, curves[0], rtol=1e-5, atol=0)
 
 
-@case
-def compiled(mesh):
-    plain = made(mesh.device_type, (2 * mesh.size(), 3, 8), 8, 8)
-    leaves = spread(plain, mesh, (Shard(0), Replicate(), Replicate()))
-    f = torch.compile(layer_norm, fullgraph=True, backend="aot_eager")
-    y, stock = f(*leaves), layer_norm(*plain)
-    same([y], [stock], [Shard(0)], 1e-5)
-    found = torch.autograd.grad(y.to_local().sin().sum(), leaves)
-    expected = torch.autograd.grad(stock.sin().sum(), plain)
-    same(found, expected, [Shard(0), Partial(), Partial()], 1e-5)
-
-
 def stays_sharded(function, plain, mesh, placements, of_plain=None, within=1e-4):
     """Asserts that neither direction needs a collective, and that results lie as the first argument
     does. Gradients lie as their tensors do, or are partial sums."""

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from libraries import class_of
 from swaps import beside, check_swap_and_unswap, outcome, same
+from tiny_diffusers import unet
 from torch import nn
 
 import fused_layernorm as fl
@@ -340,32 +341,25 @@ def test_sequences(norm, act, count, device, fused):
         torch.testing.assert_close(tool(new)(x), stock(x), rtol=1e-4, atol=1e-4)
 
 
+def vae():
+    model = libraries.get("diffusers").AutoencoderKL(
+        block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1, sample_size=16,
+        down_block_types=2 * ("DownEncoderBlock2D",), up_block_types=2 * ("UpDecoderBlock2D",),
+    )  # fmt: skip
+    return model, {"sample": torch.randn(1, 3, 16, 16)}
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("model", ["vae", "unet"])
-def test_models(model, layout, device, fused):
-    diffusers = libraries.get("diffusers")
-    if model == "vae":
-        made = diffusers.AutoencoderKL(
-            block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1, sample_size=16,
-            down_block_types=2 * ("DownEncoderBlock2D",), up_block_types=2 * ("UpDecoderBlock2D",),
-        )  # fmt: skip
-        inputs: list[Any] = [torch.randn(1, 3, 16, 16, device=device)]
-    else:
-        made = diffusers.UNet2DConditionModel(
-            sample_size=16, block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1,
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), cross_attention_dim=8,
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=4,
-        )  # fmt: skip
-        inputs = [torch.randn(1, 4, 16, 16, device=device)]
-    made = made.to(device).eval()
+@pytest.mark.parametrize(("make", "others"), [(vae, 2), (unet, 1)])  # norms that no block has
+def test_models(make, others, layout, device, fused):
+    made, inputs = make()
+    made, inputs = made.to(device).eval(), {name: x.to(device) for name, x in inputs.items()}
     if layout == "channels_last":
-        made, inputs[0] = channels_last(made, inputs[0])
+        made, inputs["sample"] = channels_last(made, inputs["sample"])
     new = beside(made)
-    if model == "unet":
-        inputs += [torch.tensor([3], device=device), torch.randn(1, 3, 8, device=device)]
     check(made, new, inputs, 1e-3)
     pairs = sum(type(one).__name__.endswith("ResnetBlock2D") for one in new.modules())
-    assert len(fused) == 2 * pairs + (2 if model == "vae" else 1)
+    assert len(fused) == 2 * pairs + others
 
 
 @pytest.mark.parametrize("name", ["resnet", "wan"])
