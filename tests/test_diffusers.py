@@ -13,7 +13,7 @@ import pytest
 import swaps
 import torch
 from swaps import check_swap_and_unswap, fused, outcome, same
-from tiny_diffusers import cogvideox, dit, flux, pixart, sd3, sd35, wan
+from tiny_diffusers import cogvideox, dit, flux, pixart, sd3, sd35, unet, wan
 from torch import nn
 
 import fused_layernorm
@@ -312,3 +312,33 @@ def test_transformer(build, device, calls, monkeypatch):
     expected = outcome(stock, inputs, sample)
     same(found, expected, 1e-5)
     same(outcome(unswap_layer_norm(model), inputs, sample), expected, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
+@pytest.mark.parametrize("make", [unet, sd3])
+def test_group_offloading(make, kind, streams):
+    """Before and after a swap; the weights come to the GPU as each module runs, and leave it."""
+    model, inputs = make()
+    model = model.double()  # convolutions in float32 are TF32's
+    inputs = {
+        name: (x.double() if x.is_floating_point() else x).cuda() for name, x in inputs.items()
+    }
+    with torch.no_grad():
+        expected = copy.deepcopy(model).cuda()(**inputs).sample
+    options = {"onload_device": torch.device("cuda"), "offload_type": kind, "use_stream": streams}
+    if kind == "block_level":
+        options["num_blocks_per_group"] = 1
+    for swap_first in (True, False):
+        new = copy.deepcopy(model)
+        if swap_first:
+            fused_layernorm.swap_norms(new, neighbours=True)
+        new.enable_group_offload(**options)
+        if not swap_first:
+            fused_layernorm.swap_norms(new, neighbours=True)
+        assert fused(new) or not swap_first
+        with torch.no_grad():
+            for _ in range(3):  # the order of the modules is learnt in the first call
+                found = new(**inputs).sample
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

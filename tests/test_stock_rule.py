@@ -669,3 +669,42 @@ def test_what_a_hook_on_saved_tensors_raises_passes_through(
     with hooks, pytest.raises(error, match="by a hook"):
         CALLS[name](x)
     assert len(kept) == packed
+
+
+# ---- The one exception.
+
+
+def step(x, linear, norm, in_place):
+    """The result and the gradients of a residual around a norm, under autocast."""
+    with torch.autocast("cuda", torch.bfloat16):
+        y = x * 1.0
+        if in_place:
+            y += linear(norm(y))
+        else:
+            y = y + linear(norm(y))
+    y.float().square().sum().backward()
+    return [y, linear.weight.grad, norm.weight.grad, norm.bias.grad]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["swap", "override"])
+def test_a_residual_added_in_place_under_autocast(how):
+    """docs/swap.md: PyTorch keeps a float32 copy of x, a fused norm x itself, and autograd sees it.
+
+    What it says to write instead has the stock result.
+    """
+    x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
+    stock = nn.Linear(64, 64).cuda(), nn.LayerNorm(64).cuda()
+    linear, norm = copy.deepcopy(stock)
+    expected = step(x, *stock, in_place=True)
+    with fused_layernorm.override_aten() if how == "override" else contextlib.nullcontext():
+        if how == "swap":
+            swap_norms(norm)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            step(x, linear, norm, in_place=True)
+        linear.zero_grad()
+        norm.zero_grad()
+        found = step(x, linear, norm, in_place=False)
+    for one, other in zip(found, expected, strict=True):
+        size = other.abs().max()
+        torch.testing.assert_close(one / size, other / size, rtol=2e-2, atol=2e-2)
