@@ -154,20 +154,12 @@ def program(seed: int) -> Program:
     return Program(graph, args, with_gradients, with_inductor)
 
 
-def interpret(graph: Graph, args: list[torch.Tensor]) -> None:
-    """Runs the graph once for the examples of its nodes: values that share memory as they do."""
-    values = iter(args)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            node.meta["example_value"] = next(values)
-        elif node.op != "output":
-            given = torch.fx.node.map_arg(
-                (node.args, node.kwargs), lambda n: n.meta["example_value"]
-            )
-            self, *rest = given[0] if given[0] else (None,)
-            target = getattr(self, node.target) if node.op == "call_method" else node.target
-            call = rest if node.op == "call_method" else given[0]
-            node.meta["example_value"] = target(*call, **given[1])
+class Examples(torch.fx.Interpreter):
+    """Runs a graph once for the examples of its nodes: values that share memory as they do."""
+
+    def run_node(self, n):
+        n.meta["example_value"] = super().run_node(n)
+        return n.meta["example_value"]
 
 
 def step(function: Any, args: list[torch.Tensor], with_gradients: bool) -> list[Any]:
@@ -209,7 +201,7 @@ def compare(seed: int) -> tuple[str, list[graph_pass.Row]]:
     graph, args, with_gradients, with_inductor = program(seed)
     try:
         stock = step(GraphModule({}, graph).forward, args, with_gradients)
-        interpret(graph, [arg.clone() for arg in args])
+        Examples(GraphModule({}, graph)).run(*(arg.clone() for arg in args))
     except (RuntimeError, IndexError):  # such as a write into what PyTorch's own backward reads
         return "skipped", []
     finally:
