@@ -29,6 +29,7 @@ from swaps import (
     Registered,
     assert_same,
     beside,
+    check_swap_and_unswap,
     fused,
     operators_of,
     registered_forward,
@@ -470,6 +471,15 @@ def test_compiled_submodules_are_left():
 
 
 # ---- Classes that somebody saves or derives.
+
+
+class Outer:
+    class Norm(WrittenHere):
+        pass
+
+
+def test_a_class_in_a_class_keeps_its_name():
+    check_swap_and_unswap(Outer.Norm(D), "FusedRMSNorm")
 
 
 def test_a_saved_model_is_that_of_the_stock_class(tmp_path):

@@ -281,7 +281,7 @@ INNER: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["hook", "call"])
+@pytest.mark.parametrize("how", ["call", "forward", "forward_pre"])
 @pytest.mark.parametrize("name", INNER)
 def test_hooks_and_another_call_of_all_modules_see_each(name, how, device, monkeypatch):
     make, shapes = INNER[name]
@@ -297,7 +297,7 @@ def test_hooks_and_another_call_of_all_modules_see_each(name, how, device, monke
         if how == "call":
             patch.setattr(nn.Module, "__call__", see)
         else:
-            patch.setitem(nn.modules.module._global_forward_pre_hooks, 0, see)
+            patch.setitem(getattr(nn.modules.module, f"_global_{how}_hooks"), 0, see)
         expected, of_stock = stock(*inputs), [*seen]
         seen.clear()
         y = new(*inputs)
