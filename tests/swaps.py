@@ -183,12 +183,14 @@ def check_swap_and_unswap(module, kind, swap=swap_norms, unswap=unswap_norms, co
     cls, text, attributes = type(module), repr(module), {*vars(module)}
     new = swapped(module, swap)
     assert isinstance(new, cls)
-    is_ours = type(new).__module__ == "fused_layernorm.modules"
-    assert repr(new).startswith((kind if is_ours else f"{kind}[{cls.__name__}]") + "(")
-    assert is_ours == (cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm))
-    for name in () if is_ours else ("__name__", "__qualname__", "__module__"):
-        assert getattr(type(new), name) == getattr(cls, name)
-    assert new._get_name() == module._get_name() or is_ours
+    if cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm):
+        assert type(new) is getattr(fused_layernorm, f"Fused{cls.__name__}")
+        assert repr(new).startswith(f"{kind}(")
+    else:
+        assert repr(new).startswith(f"{kind}[{cls.__name__}](")
+        for name in ("__name__", "__qualname__", "__module__"):
+            assert getattr(type(new), name) == getattr(cls, name)
+        assert new._get_name() == module._get_name()
     assert list(new.state_dict()) == list(module.state_dict())
     own, stock = (inspect.signature(one.forward).parameters for one in (new, module))
     assert [*own] == [*stock]
