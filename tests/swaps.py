@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fused_layernorm import is_fused, layer_norm, swap_norms
+import fused_layernorm
+from fused_layernorm import is_fused, layer_norm, swap_norms, unswap_norms
 from fused_layernorm.swap import source
 
 D = 16
@@ -19,6 +20,37 @@ D = 16
 
 def small_model():
     return nn.Sequential(nn.Linear(8, D), nn.LayerNorm(D), nn.ReLU(), nn.Linear(D, 3))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {}, "gelu": {"activation": "gelu", "scale": 0.5}, "silu": {"activation": "silu"},
+    "out_dtype": {"out_dtype": torch.float64},
+}  # fmt: skip
+
+
+class EveryNorm(nn.Module):
+    """A norm of every kind, those with options with each that is named."""
+
+    def __init__(self, *names):
+        super().__init__()
+        fl, options = fused_layernorm, [OPTIONS[name] for name in names]
+        self.norms = nn.ModuleList(fl.FusedLayerNorm(16, **o) for o in options)
+        self.add_norms = nn.ModuleList(fl.FusedAddLayerNorm((4, 16), **o) for o in options)
+        self.linear, self.modulation = nn.Linear(16, 16), nn.Linear(16, 48)
+        self.rms = fl.FusedRMSNorm(16, weight_offset=1.0)
+        self.ada = fl.FusedAdaLayerNorm(16)
+        self.add_ada = fl.FusedAddAdaLayerNorm(16, elementwise_affine=True)
+        for name, parameter in self.named_parameters():
+            if "modulation" not in name:
+                nn.init.normal_(parameter, 0.2, 0.5)
+
+    def forward(self, x):
+        outputs: list[torch.Tensor] = []
+        for norm, add_norm in zip(self.norms, self.add_norms, strict=True):
+            outputs += add_norm(self.linear(norm(x).to(x.dtype)), x)
+        gate, shift, scale = self.modulation(x).chunk(3, -1)
+        outputs += self.add_ada(self.ada(self.rms(x), shift, scale), x, gate, shift, scale)
+        return tuple(outputs)
 
 
 class Accepted(nn.LayerNorm):
@@ -145,29 +177,28 @@ def same(found, expected, tolerance, strides=False, least=0.1):
         assert error <= tolerance, f"{name}: relative error {error:.1e}"
 
 
-def check_swap_and_unswap(module, swap, unswap, kind):
-    """A swapped copy looks like the module, but for its name, and so does one that is unswapped."""
+def check_swap_and_unswap(module, kind, swap=swap_norms, unswap=unswap_norms, copied=True):
+    """A swapped copy looks like the module, but for how it prints itself, copies of it are of its
+    class, and one that is unswapped is as the module."""
     cls, text, attributes = type(module), repr(module), {*vars(module)}
     new = swapped(module, swap)
     assert isinstance(new, cls)
-    shown = kind if cls is nn.RMSNorm else f"{kind}[{cls.__name__}]"
-    assert repr(new).startswith(shown + "(")
+    if cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm):
+        assert type(new) is getattr(fused_layernorm, f"Fused{cls.__name__}")
+        assert repr(new).startswith(f"{kind}(")
+    else:
+        assert repr(new).startswith(f"{kind}[{cls.__name__}](")
+        for name in ("__name__", "__qualname__", "__module__"):
+            assert getattr(type(new), name) == getattr(cls, name)
+        assert new._get_name() == module._get_name()
     assert list(new.state_dict()) == list(module.state_dict())
     own, stock = (inspect.signature(one.forward).parameters for one in (new, module))
     assert [*own] == [*stock]
     assert swap(new) is new
-    assert type(unswap(new)) is cls
-    assert repr(new) == text
-    assert {*vars(new)} == attributes
-
-
-def check_compiler(module, compiler, *inputs):
-    """What torch.fx or TorchScript takes of a class, it takes of the swapped one."""
-    try:
-        expected = compiler(module)(*inputs)
-    except Exception:
-        return
-    assert_same(compiler(swapped(module))(*inputs), expected)
+    for one in (*(copies(new) if copied else ()), new):
+        assert type(unswap(one)) is cls
+        assert repr(one) == text
+        assert {*vars(one)} == attributes
 
 
 def ulps(one, other):

@@ -16,6 +16,7 @@ from processes import run
 from fused_layernorm.integrations.after_import import after_import
 
 NAMES = (f"waited_for_{i}" for i in itertools.count())
+BOTH = [("first", 1), ("second", 1)]
 
 
 @pytest.fixture
@@ -33,50 +34,38 @@ def package(tmp_path, monkeypatch):
 @pytest.fixture
 def calls(package):
     """What was seen at each call of two functions that wait for the package."""
-    found = []
-
-    def called(who):
-        found.append((who, sys.modules[package].value))
-
+    found: list[Any] = []
     for who in ("first", "second"):
-        after_import(package, functools.partial(called, who), who)
+        see = functools.partial(lambda who: found.append((who, sys.modules[package].value)), who)
+        after_import(package, see, who)
     assert found == []
     return found
 
 
-BOTH = [("first", 1), ("second", 1)]
-
-
 def test_after_the_import_and_once(package, calls):
-    module = importlib.import_module(package)
-    assert calls == BOTH
-    assert type(module.__loader__) is SourceFileLoader
-    assert module.__spec__ is not None
-    assert module.__spec__.loader is module.__loader__
-    importlib.reload(module)
-    assert calls == BOTH
-
-
-def test_now_if_it_is_imported(package, calls):
-    importlib.import_module(package)
-    after_import(package, lambda: calls.append("now"), "no")
-    assert calls == [*BOTH, "now"]
-
-
-def test_after_somebody_has_looked_for_it(package, calls):
-    """As libraries do to see whether another is installed; the specification is a whole one."""
+    """Also if somebody has looked for it, as libraries do to see whether another is installed."""
     for _ in range(2):
         spec: Any = importlib.util.find_spec(package)
         assert spec.origin.endswith("__init__.py")
         assert "value" in spec.loader.get_source(package)
     assert calls == []
-    importlib.import_module(package)
+    module: Any = importlib.import_module(package)
     assert calls == BOTH
+    assert type(module.__loader__) is SourceFileLoader
+    assert module.__spec__.loader is module.__loader__
+    importlib.reload(module)
+    assert calls == BOTH
+    after_import(package, lambda: calls.append("now"), "no")
+    assert calls == [*BOTH, "now"]
 
 
-def test_a_module_that_is_run(package):
-    after_import(f"{package}.__main__", lambda: None, "no")
+def test_what_is_run_or_not_there(package):
+    for name in (f"{package}.__main__", f"{package}_missing"):
+        after_import(name, lambda: None, "no")
     assert runpy.run_module(package)["ran"]
+    assert importlib.util.find_spec(f"{package}_missing") is None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"{package}_missing")
 
 
 def test_after_an_import_that_failed(package, calls, tmp_path):
@@ -89,13 +78,6 @@ def test_after_an_import_that_failed(package, calls, tmp_path):
     importlib.invalidate_caches()
     importlib.import_module(package)
     assert calls == BOTH
-
-
-def test_a_module_that_is_not_there(package):
-    after_import(f"{package}_missing", lambda: None, "no")
-    assert importlib.util.find_spec(f"{package}_missing") is None
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(f"{package}_missing")
 
 
 def test_an_error_becomes_a_warning(package):

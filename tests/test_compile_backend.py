@@ -16,6 +16,8 @@ from captured import llama, model, passing, tensors
 from compiling import EAGER, afresh, assert_same, everywhere, recording  # noqa: F401
 from numerics import covering
 from processes import run
+from swaps import EveryNorm, outcome, same
+from tiny_transformers import WrittenHere
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -60,27 +62,6 @@ class Block(torch.nn.Module):
         return x + torch.tanh(self.norm2(x) * (1 + scale2) + shift2)
 
 
-class Ours(torch.nn.Module):
-    """A pre-norm feed-forward block with every fused operation, and modulations in chunks."""
-
-    def __init__(self, width=16):
-        super().__init__()
-        self.norm = fused_layernorm.FusedLayerNorm(width, activation="gelu", scale=0.5)
-        self.up = torch.nn.Linear(width, 2 * width)
-        self.down = torch.nn.Linear(2 * width, width)
-        self.add_norm = fused_layernorm.FusedAddLayerNorm(width)
-        self.modulation = torch.nn.Linear(width, 5 * width)
-        self.ada_norm = fused_layernorm.FusedAdaLayerNorm(width, elementwise_affine=True)
-        self.add_ada_norm = fused_layernorm.FusedAddAdaLayerNorm(width)
-
-    def forward(self, x):
-        y, residual = self.add_norm(self.down(F.relu(self.up(self.norm(x)))), x)
-        shift, scale, gate, shift2, scale2 = self.modulation(x[:, :1]).chunk(5, -1)
-        y = self.down(F.relu(self.up(self.ada_norm(y, shift, scale))))
-        y, residual = self.add_ada_norm(y, residual, gate, shift2, scale2)
-        return y + residual
-
-
 def inputs(width=32, device="cpu", rows=3):
     return torch.randn(rows, 7, width, device=device), torch.randn(rows, width, device=device)
 
@@ -92,9 +73,14 @@ chooses = pytest.mark.skipif(not choice.CHOOSES, reason="Dynamo of torch 2.10 ca
 # ---- The backend ---------------------------------------------------------------------------------
 
 
+def every(width=16):
+    return EveryNorm("gelu")
+
+
 def given(block, width=16, device="cpu", rows=3):
-    x, c = inputs(width, device, rows)
-    return (x, c) if isinstance(block, Block) else (x,)
+    if isinstance(block, Block):
+        return inputs(width, device, rows)
+    return (torch.randn(rows, 4, width, device=device),)
 
 
 # A block, its backend, options, whether sizes are dynamic, whether rules choose as on a GPU, and
@@ -106,7 +92,7 @@ TRAINED: list[tuple[Any, str, Any, bool, bool, bool]] = [
       for then, checkpointed, dynamic in [
           ("eager", False, False), ("eager", True, False), ("eager", False, True),
           ("inductor", True, False), ("inductor", False, True)]),
-    *((Ours, backend, None, *how) for backend, *how in covering(
+    *((every, backend, None, *how) for backend, *how in covering(
         ["aot_eager", "inductor"], [False, True], [False, True], [False, True])),
 ]  # fmt: skip
 
@@ -122,7 +108,7 @@ def test_training(device, make, backend, options, dynamic, chosen, operators, mo
 
 
 @pytest.mark.parametrize(
-    ("make", "backend"), [(Block, "fused_layernorm"), (Ours, "aot_eager"), (Ours, "inductor")]
+    ("make", "backend"), [(Block, "fused_layernorm"), (every, "aot_eager"), (every, "inductor")]
 )
 def test_inference(device, make, backend):
     block = make(16).to(device)
@@ -134,7 +120,7 @@ def test_inference(device, make, backend):
 
 
 def swapped(width):
-    norms = nn.LayerNorm(width), nn.RMSNorm(width), nn.GroupNorm(1, 7), nn.SiLU()
+    norms = nn.LayerNorm(width), nn.RMSNorm(width), nn.GroupNorm(1, 4), nn.SiLU()
     model = nn.Sequential(nn.Linear(width, width), *norms)
     return fused_layernorm.swap_norms(model, neighbours=True)
 
@@ -142,7 +128,7 @@ def swapped(width):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("make", "width", "backend", "tolerance"),
-    [(Block, 32, "fused_layernorm", 1e-4), (Ours, 64, "inductor", 1e-3),
+    [(Block, 32, "fused_layernorm", 1e-4), (every, 16, "inductor", 1e-3),
      (swapped, 64, "inductor", 1e-3)],
 )  # fmt: skip
 def test_cuda_graphs(make, width, backend, tolerance):
@@ -327,28 +313,41 @@ def targets_of(function, *args, through=lambda graph_module: graph_module, **kwa
     return found
 
 
+EAGER_PASS = functools.partial(fused_layernorm.fuse, then="eager")
+IMAGE = torch.randn(2, 96, 4, 5).permute(0, 2, 3, 1)
+# A module, its input, and the operators in a graph of plain torch.compile, under autocast (where
+# PyTorch's is left for Inductor to fuse with the casts), and once the pass has run behind it.
+SWAPPED: list[tuple[Any, torch.Tensor, str, str, str]] = [
+    (lambda: FusedLayerNorm(256), torch.randn(3, 256), "aten_layer_norm", "", "layer_norm"),
+    (lambda: FusedLayerNorm(1152), torch.randn(3, 1152), "layer_norm", "layer_norm", "layer_norm"),
+    (lambda: FusedLayerNorm(256, activation="relu"), torch.randn(3, 256),
+     "layer_norm", "layer_norm", "layer_norm"),
+    (lambda: FusedAddLayerNorm(256), torch.randn(3, 256),
+     "aten_add_layer_norm", "aten_add_layer_norm", "add_layer_norm"),
+    (lambda: FusedLayerNorm(96), IMAGE, "aten_layer_norm", "", "layer_norm"),
+    (lambda: FusedLayerNorm(96), IMAGE.contiguous(), "layer_norm", "", "layer_norm"),
+    (lambda: FusedRMSNorm(256), torch.randn(3, 256), "", "", "layer_norm"),  # Inductor can write it
+    (lambda: FusedRMSNorm(256, **OFFSET), torch.randn(3, 256),
+     "aten_layer_norm", "aten_layer_norm", "layer_norm"),
+    (lambda: fused_layernorm.swap_norms(nn.Sequential(WrittenHere(256))), torch.randn(3, 256),
+     "", "", "layer_norm"),
+]  # fmt: skip
+
+
 @chooses
-@pytest.mark.parametrize("autocast", [False, True])
-def test_swapped_modules(device, autocast):
-    """What the rules leave to Inductor without the graph pass. Under autocast the graph has
-    PyTorch's operator, for Inductor to fuse with the casts."""
-    x, wide = torch.randn(3, 256, device=device), torch.randn(3, 1152, device=device)
-    expected: list[tuple[torch.nn.Module, tuple, list[str]]] = [
-        (FusedLayerNorm(256), (x,), [] if autocast else ["aten_layer_norm"]),
-        (FusedLayerNorm(1152), (wide,), ["layer_norm"]),
-        (FusedLayerNorm(256, activation="relu"), (x,), ["layer_norm"]),
-        (FusedAddLayerNorm(256), (x, x), ["aten_add_layer_norm"]),
-        (FusedRMSNorm(256), (x,), []),  # Inductor can write it for a call
-        (FusedRMSNorm(256, **OFFSET), (x,), ["aten_layer_norm"]),
-    ]
-    for module, args, operators in expected:
-        torch._dynamo.reset()
-        module.to(device)
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            assert targets_of(module, *args) == operators
-            if len(args) == 1:
-                compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-                assert_same(module, compiled, *args)
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize("how", [0, 1, 2], ids=["plain", "autocast", "the pass"])
+@pytest.mark.parametrize("row", range(len(SWAPPED)))
+def test_swapped_modules(device, row, how):
+    """What the rules leave to Inductor without the graph pass, which decides again."""
+    make, x, *operators = SWAPPED[row]
+    module, x = make().to(device), x.to(device)
+    args = (x, x) if isinstance(module, FusedAddLayerNorm) else (x,)
+    through = {"through": EAGER_PASS} if how == 2 else {}
+    with torch.autocast(device, torch.bfloat16, enabled=how == 1):
+        assert targets_of(module, *args, **through) == operators[how].split()
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        assert_same(module, compiled, *args)
 
 
 @chooses
@@ -376,38 +375,32 @@ def test_where_the_operator_stays(monkeypatch):
     assert targets_of(module, x) == ["layer_norm"]
 
 
+SHAPE = {"normalized_shape": torch.Size([256])}
+
+
 @chooses
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"eps": 1e-3}, {"eps": 1}, {"scale": 2}, {"scale": 0.5, "activation": "relu"},
-     {"out_dtype": torch.bfloat16}, {"normalized_shape": [256]},
-     {"normalized_shape": torch.Size([256])}],
+    ("norm", "options"),
+    [*(("layer_norm", options) for options in (
+        {}, {"eps": 1e-3}, {"eps": 1}, {"scale": 2}, {"scale": 0.5, "activation": "relu"},
+        {"out_dtype": torch.bfloat16}, {"normalized_shape": [256]}, SHAPE)),
+     # PyTorch's rms_norm, which Inductor fuses, has neither.
+     ("rms_norm", {"scale": 2.0}), ("rms_norm", {"out_dtype": torch.bfloat16})],
     ids=str,
 )  # fmt: skip
-def test_options_under_plain_compile(device, options, dynamic):
+def test_options_under_plain_compile(device, norm, options, dynamic):
     """Options may be symbols, and widths may be unknown when the operator is chosen."""
 
     def function(x, w, options):
-        if "normalized_shape" in options:
-            return fused_layernorm.layer_norm(x, **options)
-        return fused_layernorm.layer_norm(x, w, **options)
+        return norm(x, None if "normalized_shape" in options else w, **options)
 
+    norm = getattr(fused_layernorm, norm)
     x, w = torch.randn(3, 256, device=device), torch.randn(256, device=device)
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    torch.testing.assert_close(compiled(x, w, options), function(x, w, options))
-    with torch.autocast(device, torch.bfloat16):
-        torch.testing.assert_close(compiled(x, w, options), function(x, w, options))
-
-
-@chooses
-@pytest.mark.parametrize("options", [{"scale": 2.0}, {"out_dtype": torch.bfloat16}], ids=str)
-def test_options_of_rms_norm_under_plain_compile(device, options):
-    """PyTorch's rms_norm, which Inductor fuses, has none of them."""
-    compiled = torch.compile(fused_layernorm.rms_norm, backend="aot_eager", fullgraph=True)
-    x, w = torch.randn(3, 64, device=device), torch.randn(64, device=device)
-    expected = fused_layernorm.rms_norm(x, w, 1e-6, **options)
-    torch.testing.assert_close(compiled(x, w, 1e-6, **options), expected)
+    for autocast in (False, True):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            torch.testing.assert_close(compiled(x, w, options), function(x, w, options))
 
 
 # The module, the shape of its input, and our operators in the graph of a forward pass alone.
@@ -464,43 +457,40 @@ def test_channels_of_images_are_left_to_inductor(device, channels_last):
     assert [row.operator for row in rows] == 3 * ["layer_norm"]
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_channels_through_inductor(channels_last):
-    """What Inductor computes before and behind the operator keeps the order in which it reads."""
+class Channels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
 
-    def function(x, w):
-        y = F.layer_norm(torch.cos(x).permute(0, 2, 3, 1), w.shape, w)
-        return torch.sin(y.permute(0, 3, 1, 2))
+    def forward(self, x):
+        return torch.sin(self.norm(torch.cos(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
 
-    x, w = torch.randn(2, 24, 5, 7), torch.randn(24, requires_grad=True)
+
+class Convolutions(nn.Module):
+    """In a contiguous model too Inductor may run them in channels_last."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.before = nn.GroupNorm(4, 24), nn.Conv2d(24, 24, 3, padding=1)
+        self.behind = nn.Conv2d(24, 24, 3, padding=1)
+
+    def forward(self, x):
+        x = self.before(x)
+        return x + self.behind(F.silu(self.norm(x)))
+
+
+@pytest.mark.parametrize("make", [Channels, Convolutions])
+@pytest.mark.parametrize(("channels_last", "dynamic"), [(False, False), (True, True)])
+def test_inductor_keeps_the_order_in_which_operators_read(make, channels_last, dynamic):
+    module, x = make(), torch.randn(2, 24, 5, 7)
     if channels_last:
-        x = x.to(memory_format=torch.channels_last)
-    x.requires_grad_()
-    found, expected = torch.compile(function, backend="fused_layernorm")(x, w), function(x, w)
-    torch.testing.assert_close(found, expected, check_stride=True)
-    dy = torch.randn_like(expected)
-    one, other = (torch.autograd.grad(y, (x, w), dy) for y in (found, expected))
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, check_stride=True)
-
-
-@chooses
-def test_swapped_modules_with_channels_apart(device):
-    module = FusedLayerNorm(96).to(device)
-    images = torch.randn(2, 96, 4, 5, device=device)
-    assert targets_of(module, images.permute(0, 2, 3, 1)) == ["aten_layer_norm"]
-    assert targets_of(module, images.permute(0, 2, 3, 1).contiguous()) == ["layer_norm"]
-
-
-def test_swapped_modules_and_the_backend(device):
-    """The pass decides again for captured operators, because Inductor need not follow it."""
-    x = torch.randn(3, 256, device=device)
-    for module, args, operator in (
-        (FusedLayerNorm(256), (x,), "layer_norm"),
-        (FusedLayerNorm(256, activation="relu"), (x,), "layer_norm"),
-        (FusedAddLayerNorm(256), (x, x), "add_layer_norm"),
-    ):
-        eager = functools.partial(fused_layernorm.fuse, then="eager")
-        assert targets_of(module.to(device), *args, through=eager)[0] == operator
+        module, x = (one.to(memory_format=torch.channels_last) for one in (module, x))
+    compiled = torch.compile(module, backend="fused_layernorm", fullgraph=True, dynamic=dynamic)
+    leaves, y, z = (x.requires_grad_(), *module.parameters()), module(x), compiled(x)
+    torch.testing.assert_close(z, y, rtol=1e-4, atol=1e-4, check_stride=True)
+    dy = torch.randn_like(y)
+    found, expected = (torch.autograd.grad(out, leaves, dy) for out in (z, y))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 # ---- DTensor -------------------------------------------------------------------------------------
@@ -600,14 +590,10 @@ def test_caches(monkeypatch, tmp_path):
     assert compile_afresh(module, x) == (0, 1)
     assert compile_afresh(module, x) == (1, 0)
 
-    for rule in (
-        rules.Rule(Choice.INDUCTOR, "the same graph"),
-        rules.Rule(Choice.KERNEL, "another"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(rules, "RULES", (rule, *rules.RULES))
-            assert compile_afresh(module, x) == (0, 1)
-            assert compile_afresh(module, x) == (1, 0)
+    with monkeypatch.context() as patch:
+        rule = rules.Rule(Choice.INDUCTOR, "the same graph")
+        patch.setattr(rules, "RULES", (rule, *rules.RULES))
+        assert compile_afresh(module, x) == (0, 1)
     with monkeypatch.context() as patch:
         patch.setattr(ways, "version", lambda name: "99.0")
         assert compile_afresh(module, x) == (0, 1)
@@ -622,17 +608,14 @@ def test_explain(device):
     found = fused_layernorm.explain(Block().to(device), x, c)
     operators = [row.operator for row in found.rows]
     assert operators == ["ada_layer_norm", "add_ada_layer_norm", "add_layer_norm"]
-    text = str(found)
-    assert text.splitlines()[0].split("  ")[0] == "where"
-    assert "norm2" in text
-    assert "residual, gate, scale, shift" in text
-    assert "3 norms in 1 graph, 3 replaced" in text
-    assert "[1] " in text  # a rule's reason, once
     written = model("h = residual + x; norm(h, weight), h", llama)
-    text = str(fused_layernorm.explain(written, tensors(torch.bfloat16)))
-    assert "RMSNorm written out" in text
-    assert 'aten_add_layer_norm, "rms" [1]' in text
-    assert "1 norm in 1 graph, 1 replaced" in text
+    of_llama = fused_layernorm.explain(written, tensors(torch.bfloat16))
+    for text, pieces in (
+        (str(found), ["norm2", "residual, gate, scale, shift", "3 norms in 1 graph, 3 re", "[1] "]),
+        (str(of_llama), ["RMSNorm written out", 'aten_add_layer_norm, "rms" [1]', "1 norm in 1 "]),
+    ):
+        assert text.split("  ")[0] == "where"
+        assert all(piece in text for piece in pieces), text
 
 
 def test_explain_what_is_left(device):
@@ -673,42 +656,26 @@ DIFFUSION = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("make", "dtype"),
-    [*((make, torch.bfloat16) for make in DIFFUSION), (tiny_diffusers.dit, torch.float32)],
-)
-def test_diffusion_transformers(device, make, dtype, monkeypatch):
+@pytest.mark.parametrize("make", DIFFUSION)
+def test_diffusion_transformers(device, make):
     """Every norm of these models is replaced, and every layer norm fused with all around it.
 
     Attention is computed by PyTorch's plain formula, because on an H200 the kernel that PyTorch
     2.11 chooses for heads of 8 bfloat16 columns gives a stock Flux gradients of arbitrary size.
     """
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    model, kwargs = make()
-    model.to(device, dtype).eval()  # in training mode DiT drops labels at random
-    kwargs = {
-        name: t.to(device, dtype if t.is_floating_point() and name != "timestep" else None)
-        for name, t in kwargs.items()
-    }
+    model, inputs = make()
+    model = model.to(device, torch.bfloat16).eval()  # in training mode DiT drops labels at random
+    for name, t in inputs.items():
+        is_narrow = t.is_floating_point() and name != "timestep"
+        inputs[name] = t.to(device, torch.bfloat16 if is_narrow else t.dtype)
     backend, rows, _ = passing()
-    exact = copy.deepcopy(model).double()
-    exact_kwargs = {name: t.double() if t.is_floating_point() else t for name, t in kwargs.items()}
+
+    def compiled(model, inputs):
+        return torch.compile(model, backend=backend)(**inputs)
+
     with sdpa_kernel(SDPBackend.MATH):
-        found = [step(run, model, kwargs) for run in (torch.compile(model, backend=backend), model)]
-        reference = step(exact, exact, exact_kwargs)
+        same(outcome(model, inputs, compiled), outcome(model, inputs), 0.05)
     of_layers = [row for row in rows if row.statistic == "layer"]
     assert [", ".join(row.fused) for row in of_layers] == DIFFUSION[make]
     # SD 3.5 normalizes queries and keys as views, whose strides an operator would not give.
     assert all(row.operator or "strides" in row.notes[-1] for row in rows)
-    for ours, stock, right in zip(*found, reference, strict=True):
-        error, stock_error = ((t - right).norm() / right.norm() for t in (ours, stock))
-        assert error <= 1.25 * stock_error + torch.finfo(dtype).eps
-
-
-def step(run, model, kwargs):
-    """(the output, all gradients as one vector), both in float64."""
-    model.zero_grad()
-    (out,) = run(**kwargs, return_dict=False)
-    out.double().square().mean().backward()
-    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return out.detach().double(), torch.cat(gradients).double()

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -86,11 +85,23 @@ def models(device):
     return Model().to(device), fused
 
 
-def batches(device, rank=0, sequence=SEQUENCE):
+def batches(device, rank=0):
     generator = torch.Generator().manual_seed(1 + rank)
     for _ in range(STEPS):
-        x = torch.randn(BATCH, sequence, DIM, generator=generator)
+        x = torch.randn(BATCH, SEQUENCE, DIM, generator=generator)
         yield x.to(device), x.cumsum(1).tanh().to(device)
+
+
+def made(device, *shapes):
+    return [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
+
+
+def spread(tensors, mesh, placements):
+    """The tensors as DTensors of a mesh of one dimension, leaves of autograd."""
+    return [
+        distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
+        for t, p in zip(tensors, placements, strict=True)
+    ]
 
 
 def loss_curve(model, data):
@@ -106,18 +117,6 @@ def loss_curve(model, data):
     curve = torch.stack([x.full_tensor() if hasattr(x, "full_tensor") else x for x in losses])
     assert curve[-1] < 0.8 * curve[0]  # the model learns something
     return curve.cpu()
-
-
-def made(device, *shapes):
-    return [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
-
-
-def spread(tensors, mesh, placements):
-    """The tensors as DTensors of a mesh of one dimension, leaves of autograd."""
-    return [
-        distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
-        for t, p in zip(tensors, placements, strict=True)
-    ]
 
 
 def same(found, expected, placements=None, within=1e-4):
@@ -243,18 +242,6 @@ def fsdp2_compiled(mesh):
         torch.testing.assert_close(curve, curves[0], rtol=1e-5, atol=0)
 
 
-@case
-def compiled(mesh):
-    plain = made(mesh.device_type, (2 * mesh.size(), 3, 8), 8, 8)
-    leaves = spread(plain, mesh, (Shard(0), Replicate(), Replicate()))
-    f = torch.compile(layer_norm, fullgraph=True, backend="aot_eager")
-    y, stock = f(*leaves), layer_norm(*plain)
-    same([y], [stock], [Shard(0)], 1e-5)
-    found = torch.autograd.grad(y.to_local().sin().sum(), leaves)
-    expected = torch.autograd.grad(stock.sin().sum(), plain)
-    same(found, expected, [Shard(0), Partial(), Partial()], 1e-5)
-
-
 def stays_sharded(function, plain, mesh, placements, of_plain=None, within=1e-4):
     """Asserts that neither direction needs a collective, and that results lie as the first argument
     does. Gradients lie as their tensors do, or are partial sums."""
@@ -322,44 +309,37 @@ def modulated_rows_stay_sharded(mesh):
 
 @case
 def other_norms_stay_sharded(mesh):
-    """Heads over samples, positions or heads; gated norms over rows; groups over samples."""
-    world, device = mesh.size(), mesh.device_type
+    """Heads over samples, positions or heads; gated norms over rows; groups over samples; channels
+    over samples or positions."""
+    world, device, whole = mesh.size(), mesh.device_type, Replicate()
     shape = (world, 2 * world, 2 * world, 8)
-    plain = made(device, shape, (*shape[:2], world, 8), 8, 8)
     angle = torch.randn(*shape[:2], 4, device=device)
     angles = angle.cos(), angle.sin()
-    for shard in map(Shard, range(3)):
-        where = [Replicate() if shard.dim == 2 else shard]
-        spread_angles = [distribute_tensor(t, mesh, where) for t in angles]
-        function, of_plain = (
-            (lambda *t, of=of: fl.qk_norm_rope(*t, *of)) for of in (spread_angles, angles)
-        )
-        stays_sharded(function, plain, mesh, (shard, shard, Replicate(), Replicate()), of_plain)
-        if shard.dim == 2:
-            continue
-        qkv = made(device, (*shape[:2], 3, *shape[2:]), 8, 8)
-        run, of_plain_qkv = (
-            (lambda *t, of=of: fl.qkv_norm_rope(*t, *of)) for of in (spread_angles, angles)
-        )
-        stays_sharded(run, qkv, mesh, (shard, Replicate(), Replicate()), of_plain_qkv)
-    for options in ({}, {"gate_first": True, "group_size": 4}):
-        norm = functools.partial(fl.rms_norm_gated, eps=1e-5, **options)
-        for shard in map(Shard, range(2)):
-            stay_sharded(norm, [shape[1:]] * 2 + [8], mesh, (shard, shard, Replicate()))
-    shapes = [(2 * world, 8, 3, 5), (2 * world, 8), (2 * world, 8), 8, 8]
-    where = [*[Shard(0)] * 3, Replicate(), Replicate()]
-    stay_sharded(lambda x, *t: fl.ada_group_norm(x, 4, *t), shapes, mesh, where)
-    norm = functools.partial(fl.group_norm, activation="silu")
-    stay_sharded(lambda x, *t: norm(x, 4, *t), shapes[:1] + shapes[3:], mesh, where[2:])
-
-
-@case
-def over_channels(mesh):
-    norm, shapes = functools.partial(layer_norm, dim=1), [(4, 6, 8, 5), (6,)]
-    for shard in (Shard(0), Shard(2)):
-        stay_sharded(norm, shapes, mesh, (shard, Replicate()), within=1e-5)
-    y = norm(*spread(made(mesh.device_type, *shapes), mesh, (Shard(1), Replicate())))
-    assert y.placements != (Shard(1),)
+    rotations: Any = (
+        (fl.qk_norm_rope, [shape, (*shape[:2], world, 8), 8, 8], range(3)),
+        (fl.qkv_norm_rope, [(*shape[:2], 3, *shape[2:]), 8, 8], range(2)),
+    )
+    for function, shapes, shards in rotations:
+        for shard in map(Shard, shards):
+            spread_angles = spread(angles, mesh, 2 * [whole if shard.dim == 2 else shard])
+            rotated, of_plain = (
+                (lambda *t, f=function, of=of: f(*t, *of)) for of in (spread_angles, angles)
+            )
+            where = [*[shard] * (len(shapes) - 2), whole, whole]
+            stays_sharded(rotated, made(device, *shapes), mesh, where, of_plain)
+    groups, of_groups = (2 * world, 8, 3, 5), (2 * world, 8)
+    others: Any = (
+        (functools.partial(fl.rms_norm_gated, eps=1e-5), [shape[1:]] * 2 + [8], 2, (0, 1)),
+        (functools.partial(fl.rms_norm_gated, eps=1e-5, gate_first=True, group_size=4),
+         [shape[1:]] * 2 + [8], 2, (0, 1)),
+        (lambda x, *t: fl.ada_group_norm(x, 4, *t), [groups, of_groups, of_groups, 8, 8], 3, (0,)),
+        (lambda x, *t: fl.group_norm(x, 4, *t, activation="silu"), [groups, 8, 8], 1, (0,)),
+        (functools.partial(layer_norm, dim=1), [(4, 6, 8, 5), 6], 1, (0, 2)),
+    )  # fmt: skip
+    for norm, shapes, count, shards in others:
+        for shard in map(Shard, shards):
+            where = [*[shard] * count, *[whole] * (len(shapes) - count)]
+            stay_sharded(norm, shapes, mesh, where)
 
 
 @case
@@ -392,24 +372,6 @@ def what_does_not_suit_is_redistributed(mesh):
     part = DTensor.from_local(x.detach() / world, mesh, [Partial()], run_check=False)
     found = layer_norm(part, *spread(parameters, mesh, [whole, whole]))
     same([found], [layer_norm(x, *parameters)])
-
-
-@case
-def one_gradient_past_a_gate(mesh):
-    """With all other arguments frozen, the placements of the other gradients do not matter."""
-    batch, cols = 2 * mesh.size(), 6
-    rows, sample = (batch, 3, cols), (batch, 1, cols)
-    plain = made(mesh.device_type, rows, rows, sample, sample, (3, cols), cols, cols)
-    stock, _ = fl.add_ada_layer_norm(*plain)
-    expected = torch.autograd.grad(stock.sin().sum(), plain)
-    placements = [Shard(0) if t.dim() == 3 else Replicate() for t in plain]
-    for i, (e, placement) in enumerate(zip(expected, placements, strict=True)):
-        leaves = spread(plain, mesh, placements)
-        for j, leaf in enumerate(leaves):
-            leaf.requires_grad_(i == j)
-        y, _ = fl.add_ada_layer_norm(*leaves)
-        found = torch.autograd.grad(y.to_local().sin().sum(), leaves[i])
-        same(found, [e], [placement if placement == Shard(0) else Partial()])
 
 
 # ---- The processes, and the tests that read their reports.
@@ -449,32 +411,24 @@ GROUPS = [("gloo-2", "cpu", 2, []), ("nccl-2", "cuda", 2, TWO_GPUS)]
 @functools.cache
 def reports_of(device, world):
     """{case: the reports of all processes}."""
-    folder = Path(tempfile.mkdtemp())
-    root = Path(fl.__file__).parents[1]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(world), device, str(folder)],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    logs = []
-    try:
-        for process in processes:
-            logs.append(process.communicate(timeout=240)[0])
-    except subprocess.TimeoutExpired:
-        logs.append("timed out: some process waits for another")
-    finally:
-        for process in processes:
-            process.kill()
-    files = [folder / f"{rank}.json" for rank in range(world)]
-    reports = [json.loads(f.read_text()) if f.exists() else {} for f in files]
-    shutil.rmtree(folder)
-    log = "\n".join(logs)
+    root = str(Path(fl.__file__).parents[1])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as started:
+        files = [Path(folder, f"{rank}.json") for rank in range(world)]
+        processes = []
+        for rank in range(world):
+            command = [sys.executable, __file__, str(rank), str(world), device, folder]
+            out = started.enter_context(Path(folder, f"{rank}.log").open("w"))
+            processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
+            started.callback(processes[-1].kill)
+        try:
+            for process in processes:
+                process.wait(timeout=240)
+        except subprocess.TimeoutExpired:
+            pass  # some process waits for another
+        reports = [json.loads(f.read_text()) if f.exists() else {} for f in files]
+        log = "\n".join(f.with_suffix(".log").read_text() for f in files)
     return {name: [report.get(name, log or "not run") for report in reports] for name in CASES}
 
 

@@ -12,45 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import run
+from swaps import OPTIONS, EveryNorm
 from torch import nn
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fused_layernorm as fl
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {}, "gelu": {"activation": "gelu", "scale": 0.5},
-    "gelu_tanh": {"activation": "gelu_tanh"}, "silu": {"activation": "silu", "scale": 2.0},
-    "relu": {"activation": "relu"}, "out_dtype": {"out_dtype": torch.float64},
-}  # fmt: skip
-
-
-class Model(nn.Module):
-    """A norm of every kind, those with options with each that is named."""
-
-    def __init__(self, *names):
-        super().__init__()
-        options = [OPTIONS[name] for name in names]
-        self.norms = nn.ModuleList(fl.FusedLayerNorm(16, **o) for o in options)
-        self.add_norms = nn.ModuleList(fl.FusedAddLayerNorm((4, 16), **o) for o in options)
-        self.linear, self.modulation = nn.Linear(16, 16), nn.Linear(16, 48)
-        self.rms = fl.FusedRMSNorm(16, weight_offset=1.0)
-        self.ada = fl.FusedAdaLayerNorm(16)
-        self.add_ada = fl.FusedAddAdaLayerNorm(16, elementwise_affine=True)
-        for name, parameter in self.named_parameters():
-            if "modulation" not in name:
-                nn.init.normal_(parameter, 0.2, 0.5)
-
-    def forward(self, x):
-        outputs: list[torch.Tensor] = []
-        for norm, add_norm in zip(self.norms, self.add_norms, strict=True):
-            outputs += add_norm(self.linear(norm(x).to(x.dtype)), x)
-        gate, shift, scale = self.modulation(x).chunk(3, -1)
-        outputs += self.add_ada(self.ada(self.rms(x), shift, scale), x, gate, shift, scale)
-        return tuple(outputs)
-
-
-NARROW = [name for name in OPTIONS if name != "out_dtype"]
 
 
 def operators(graph):
@@ -98,7 +65,7 @@ def compiler(tmp_path_factory):
 
 @pytest.mark.parametrize(("grad", "strict"), [(False, False), (True, True)])
 def test_export_keeps_the_operators_and_decomposes_to_aten(device, grad, strict):
-    model = Model(*OPTIONS).to(device)
+    model = EveryNorm(*OPTIONS).to(device)
     x = torch.randn(3, 4, 16, device=device)
     program = exported(model, x, grad, strict)
     names = [*["layer_norm", "add_layer_norm"] * len(OPTIONS), "layer_norm", "ada_layer_norm",
@@ -134,34 +101,32 @@ def test_decomposed_dtypes_round_once(dtype):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_backward_decomposes_too(options):
-    tensors = [torch.randn(3, 8), torch.randn(3, 8), torch.randn(8), torch.randn(8)]
-
     def gradients(x, residual, weight, bias):
         leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
-        y = fl.layer_norm(x, weight, bias, **OPTIONS[options])
-        outputs = [y, *fl.add_layer_norm(x, residual, weight, bias, **OPTIONS[options])]
-        outputs += [
+        outputs = [
+            fl.layer_norm(x, weight, bias, **OPTIONS[options]),
+            *fl.add_layer_norm(x, residual, weight, bias, **OPTIONS[options]),
             fl.ada_layer_norm(x, weight, bias),
             *fl.add_ada_layer_norm(x, residual, weight, bias),
+            fl.add_ada_layer_norm(residual, x, bias)[1],  # residual_out alone
         ]
-        outputs += fl.add_ada_layer_norm(residual, x, bias)[1:]  # residual_out alone
         return torch.autograd.grad(torch.stack([out.sin().sum() for out in outputs]).sum(), leaves)
 
+    tensors = [torch.randn(3, 8), torch.randn(3, 8), torch.randn(8), torch.randn(8)]
     expected = gradients(*tensors)
     tensors = [t.detach() for t in tensors]
     fused = make_fx(gradients)(*tensors)
     plain = make_fx(gradients, decomposition_table=fl.decompositions())(*tensors)
-    names = ["layer_norm", "add_layer_norm", "ada_layer_norm", "add_ada_layer_norm"]
     called = {name.split(".")[1] for name in operators(fused.graph)}
-    assert called >= {f"{name}_forward" for name in names}
-    assert called >= {"layer_norm_backward", "ada_layer_norm_backward", "gate_backward"}
+    names = [f"{kind}layer_norm_forward" for kind in ("", "add_", "ada_", "add_ada_")]
+    assert called >= {*names, "layer_norm_backward", "ada_layer_norm_backward", "gate_backward"}
     assert operators(plain.graph) == []
     torch.testing.assert_close(plain(*tensors), expected)
 
 
 def test_saved_program_runs_in_a_fresh_process(tmp_path):
     """Decomposed it runs without the package."""
-    model, x = Model("gelu"), torch.randn(3, 4, 16)
+    model, x = EveryNorm("gelu"), torch.randn(3, 4, 16)
     program = exported(model, x)
     plain = program.run_decompositions(fl.decompositions())
     torch.export.save(program, tmp_path / "program.pt2")
@@ -177,7 +142,7 @@ def test_saved_program_runs_in_a_fresh_process(tmp_path):
 
 @pytest.mark.slow
 def test_aotinductor_package_runs_in_a_fresh_process(tmp_path, device, compiler):
-    model = Model("gelu").to(device)
+    model = EveryNorm("gelu").to(device)
     program = exported(model, torch.randn(3, 4, 16, device=device))
     with torch._inductor.config.patch({"cpp.cxx": (compiler,)}):
         torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
@@ -213,12 +178,12 @@ OF_ANY_BATCH: dict[str, Any] = {
 
 
 class Called(nn.Module):
-    def __init__(self, function):
+    def __init__(self, function, **options):
         super().__init__()
-        self.function = function
+        self.function, self.options = function, options
 
-    def forward(self, x):
-        return self.function(x)
+    def forward(self, x, *tensors):
+        return self.function(x, *tensors, **self.options)
 
 
 @pytest.mark.parametrize("ours", [False, pytest.param(True, marks=pytest.mark.cpu_operators)])
@@ -240,30 +205,30 @@ def to_onnx(*given, **how) -> Any:
     return torch.onnx.export(*given, dynamo=True, verbose=False, **how)
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_onnx_of_a_swapped_group_norm_of_any_size(channels_last):
+def test_onnx_of_a_swapped_group_norm_of_any_size():
     model = fl.swap_norms(nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8)))
-    order = torch.channels_last if channels_last else torch.contiguous_format
-    x = torch.randn(3, 8, 5, 6).to(memory_format=order)
+    x = torch.randn(3, 8, 5, 6).to(memory_format=torch.channels_last)
     sizes = {0: Dim("batch"), 2: Dim("height"), 3: Dim("width")}
     program = to_onnx(model, (x,), dynamic_shapes=(sizes,))
     libraries.check_onnx(model, (torch.randn(2, 8, 7, 4),), program, 1e-4)
 
 
-def test_onnx():
-    model = Model(*NARROW)
-    program = exported(model, torch.randn(3, 4, 16)).run_decompositions(fl.decompositions())
-    libraries.check_onnx(model, (torch.randn(5, 4, 16),), to_onnx(program), 1e-4)
-
-
-@pytest.mark.parametrize(("grad", "names"), [(False, ["plain"]), (True, NARROW)], ids=str)
-def test_onnx_of_a_module_needs_no_table(grad, names):
-    model, x = Model(*names), torch.randn(3, 4, 16)
-    with torch.set_grad_enabled(grad):
-        program = to_onnx(model, (x,))
-    assert "LayerNormalization" in [node.op_type for node in program.model.graph]
-    with torch.no_grad():
-        libraries.check_onnx(model, (x,), program, 1e-4)
+@pytest.mark.parametrize(
+    ("names", "grad", "decomposed"),
+    [(["plain"], False, False), (["plain", "gelu"], True, False), (["gelu"], False, True)],
+    ids=str,
+)
+def test_onnx(names, grad, decomposed):
+    """A module needs no table; of an exported program any batch may come."""
+    model, x = EveryNorm(*names), torch.randn(3, 4, 16)
+    if decomposed:
+        program = to_onnx(exported(model, x).run_decompositions(fl.decompositions()))
+        x = torch.randn(5, 4, 16)
+    else:
+        with torch.set_grad_enabled(grad):
+            program = to_onnx(model, (x,))
+        assert "LayerNormalization" in [node.op_type for node in program.model.graph]
+    libraries.check_onnx(model, (x,), program, 1e-4)
 
 
 # A function, or a model; the dtypes and sizes of its tensors; options.
@@ -286,19 +251,11 @@ SCRIPTED: list[tuple[Any, str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-class Calls(Called):
-    options: Any
-
-    def forward(self, *tensors):
-        return self.function(*tensors, **self.options)
-
-
 @pytest.mark.cpu_operators
 @pytest.mark.parametrize("opset", [12, 17, 18])
 @pytest.mark.parametrize(("function", "tensors", "options"), SCRIPTED)
 def test_onnx_from_torch_script(device, function, tensors, options, opset):
-    model = Calls(function)
-    model.options = options
+    model = Called(function, **options)
     kinds = {"h": torch.float16, "f": torch.float32}
     given = (torch.randn(SIZES[t[1]], device=device).to(kinds[t[0]]) for t in tensors.split())
     libraries.check_onnx(model.to(device).eval(), tuple(given), opset_version=opset)

@@ -32,7 +32,8 @@ from captured import (
     tensors,
 )
 from compiling import afresh, everywhere  # noqa: F401
-from tiny_transformers import WrittenHere, decoder
+from swaps import outcome, same
+from tiny_transformers import decoder
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -205,7 +206,7 @@ def test_where_it_stands():
     assert rows[0].where == f"test_graph_pass.py:{function.__code__.co_firstlineno + 1}"
 
 
-MODELS = {"Llama": 5, "Qwen3": 9, "Gemma3": 13, "Olmo2": 9}  # norms of two layers
+MODELS = {"Llama": 5, "Gemma3": 13}  # norms of two layers
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -216,26 +217,24 @@ def test_models_of_transformers(device, name):
     Gemma 3 normalizes queries as views, whose strides an operator would not give.
     """
     config = "Gemma3TextConfig" if name == "Gemma3" else None
-    model, inputs = decoder(name, config, attn_implementation="eager")
-    model, tokens = model.to(device, BF16).eval(), inputs["input_ids"].to(device)
+    model, tokens = decoder(name, config, attn_implementation="eager")
+    model = model.to(device, BF16).eval()
+    inputs, rows = {"input_ids": tokens["input_ids"].to(device)}, []
 
-    def function():
-        return model(tokens, use_cache=False)[0]
+    def logits(model, inputs):
+        return model(**inputs, use_cache=False)[0]
 
-    expected = function().detach()
-    function().float().square().mean().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    found, rows, _ = run(function)
-    found.float().square().mean().backward()
-    assert len(rows) == MODELS[name]
+    def through_the_pass(model, inputs):
+        result, found, _ = run(logits, model, inputs)
+        rows.extend(found)
+        return result
+
+    found, expected = outcome(model, inputs, through_the_pass), outcome(model, inputs, logits)
     left = [row for row in rows if row.operator is None]
-    assert len(left) == (2 if name == "Gemma3" else 0)
+    assert (len(rows), len(left)) == (MODELS[name], 2 if name == "Gemma3" else 0)
     assert all("strides" in row.notes[-1] for row in left)
-    assert (found == expected).float().mean() >= 0.999
-    for name, parameter in model.named_parameters():
-        difference = (parameter.grad - gradients[name]).float().norm()
-        assert difference <= 0.03 * gradients[name].float().norm()
+    assert (found["output 0"] == expected["output 0"]).float().mean() >= 0.999
+    same(found, expected, 0.03)
 
 
 # ---- What surrounds it -------------------------------------------------------------------------
@@ -681,16 +680,16 @@ def test_results_that_are_read_in_float32(device, use):
     torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_float16_has_no_range_for_sums_of_gradients():
+@pytest.mark.parametrize(("use", "fused"), [("one linear", ["cast"]), ("three products", [])])
+def test_float16_has_no_range_for_sums_of_gradients(use, fused):
     """The gradient of one product is float16 in any case, but a sum over several is float32."""
-    for use, fused in (("one linear", ["cast"]), ("three products", [])):
 
-        def function(x, w, use=CAST[use]):
-            with torch.autocast("cpu", F16):
-                return use(layer(x), w)
+    def function(x, w):
+        with torch.autocast("cpu", F16):
+            return CAST[use](layer(x), w)
 
-        _, rows, _ = run(function, torch.randn(B, S, D), torch.randn(D, D))
-        assert rows[0].fused == fused
+    _, rows, _ = run(function, torch.randn(B, S, D), torch.randn(D, D))
+    assert rows[0].fused == fused
 
 
 def test_rows_that_do_not_lie_side_by_side(device):
@@ -731,31 +730,24 @@ ACTIVATED = "F.gelu(norm(x, weight), approximate='tanh') * 0.5"
 
 @pytest.mark.parametrize("text", [GATED_AND_MODULATED, MEAN_OF_SQUARES, ACTIVATED])
 def test_dynamic_shapes(text):
-    function, guards = model(text), []
+    """The pass adds no guard."""
+    function, seen = model(text), []
 
     def counting(graph_module, example_inputs):
-        shape_env: Any
-        (shape_env,) = {
-            value.fake_mode.shape_env
-            for node in graph_module.graph.nodes
-            if isinstance(value := node.meta.get("example_value"), torch._subclasses.FakeTensor)
-        }
-        before = len(shape_env.guards)
-        rows = graph_pass.run(graph_module, graph_pass.Settings(False))
-        guards.append((before, len(shape_env.guards), [row.operator for row in rows]))
+        examples: list[Any] = [n.meta.get("example_value") for n in graph_module.graph.nodes]
+        fakes: Any = [t for t in examples if isinstance(t, torch._subclasses.FakeTensor)]
+        guards = fakes[0].fake_mode.shape_env.guards
+        before = len(guards)
+        (row,) = graph_pass.run(graph_module, graph_pass.Settings(False))
+        seen.append((row.operator is not None, len(guards) - before))
         return graph_module.forward
 
     compiled = torch.compile(function, backend=counting, fullgraph=True, dynamic=True)
     for batch, length in ((2, 5), (3, 7), (6, 11)):
-        t = tensors()
-        for name in ("x", "residual"):
-            t[name] = torch.randn(batch, length, D).requires_grad_()
-        t["mod"] = torch.randn(batch, 6 * D).requires_grad_()
+        sizes = {"x": (batch, length, D), "residual": (batch, length, D), "mod": (batch, 6 * D)}
+        t = tensors() | {name: torch.randn(s).requires_grad_() for name, s in sizes.items()}
         torch.testing.assert_close(compiled(t), function(t))
-    ((before, after, operators),) = guards  # one compilation
-    assert before == after
-    assert None not in operators
-    assert len(operators) == 1
+    assert seen == [(True, 0)]  # one compilation
 
 
 def test_shapes_that_are_not_known_to_be_equal():
@@ -806,74 +798,14 @@ def test_an_error_of_the_pass(monkeypatch):
     ],
 )
 def test_forward_is_left_to_inductor(device, text, operator):
-    """The aten_ variant computes the same, and its backward pass is this package's."""
-    function, t, operators = model(text, llama=llama), tensors(BF16, device=device), []
-    expected = outputs_and_gradients(function, t)
-
-    def through_the_pass(t):
-        result, _, graphs = run(function, t, then="inductor")
-        operators.extend(operators_of(graphs[0]))
-        return result
-
-    found = outputs_and_gradients(function, t, through_the_pass)
-    assert operators == [operator]
-    torch.testing.assert_close(found[0], expected[0])
-    for name in ("x", "weight"):
-        torch.testing.assert_close(found[1][name], expected[1][name], rtol=0.02, atol=0.05)
-
-
-def test_swapped_classes_under_compile(device, monkeypatch):
-    """A swapped class is its own forward in a graph, where the graph pass finds it."""
-    monkeypatch.setattr(fl.stock, "_cpu_operators", True)
-    norm, x, graphs = WrittenHere(256).to(device), torch.randn(3, 256, device=device), []
-    stock = norm(x)
-    fl.swap_rms_norm(norm)
-
-    def backend(graph_module, example_inputs):
-        graphs.append(graph_module)
-        return graph_module.forward
-
-    torch.testing.assert_close(torch.compile(norm, backend=backend, fullgraph=True)(x), stock)
-    assert operators_of(graphs[0]) == []
-    assert operators_of(fl.fuse(graphs[0])) != []
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.conv = nn.GroupNorm(4, 16), nn.Conv2d(16, 16, 3, padding=1)
-
-    def forward(self, x):
-        return x + self.conv(F.silu(self.norm(x)))
-
-
-@pytest.mark.parametrize(("channels_last", "dynamic"), [(False, False), (True, True)])
-def test_inductor_feeds_the_operator_in_any_order(channels_last, dynamic):
-    """Its convolutions may be in channels_last, in a contiguous model too: nothing is copied."""
-    torch.manual_seed(0)
-    module: Any = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), Block(), Block())
-    x = torch.randn(2, 3, 8, 10)
-    if channels_last:
-        module, x = (one.to(memory_format=torch.channels_last) for one in (module, x))
-    compiled = torch.compile(module, backend="fused_layernorm", fullgraph=True, dynamic=dynamic)
-    leaves, dy = (x.requires_grad_(), *module.parameters()), torch.randn(2, 16, 8, 10)
-    y, z = module(x), compiled(x)
-    torch.testing.assert_close(z, y, rtol=1e-4, atol=1e-4)
-    found, expected = (torch.autograd.grad(out, leaves, dy) for out in (z, y))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-    assert z.stride() == y.stride()
+    """The aten_ variant computes the same."""
+    function, t = model(text, llama=llama), detached(tensors(BF16, device=device))
+    result, _, (graph,) = run(function, t, then="inductor")
+    assert operators_of(graph) == [operator]
+    torch.testing.assert_close(result, function(t))
 
 
 # ---- Graphs of torch.export ---------------------------------------------------------------------
-
-
-class Program(nn.Module):
-    def __init__(self, text):
-        super().__init__()
-        self.function = model(text, llama=llama)
-
-    def forward(self, t):
-        return self.function(t)
 
 
 def _decomposed(x, shape, weight=None, eps=None):
@@ -890,15 +822,17 @@ EXPORTED = [
 @pytest.mark.parametrize("decomposed", [False, True])
 @pytest.mark.parametrize(("text", "dtype", "operators"), EXPORTED)
 def test_exported_graphs(text, dtype, operators, decomposed):
-    t = detached(tensors(dtype))
-    program = torch.export.export(Program(text), (t,))
+    program_of, t = nn.Module(), detached(tensors(dtype))
+    function = model(text, llama=llama)
+    program_of.forward = lambda t: function(t)
+    program = torch.export.export(program_of, (t,))
     if decomposed:
         table: Any = {torch.ops.aten.rms_norm.default: _decomposed} if dtype is BF16 else {}
         program = program.run_decompositions(table)
     fused = program.module()
     assert fl.fuse(fused, then="eager") is fused
     assert sorted(operators_of(fused)) == operators
-    torch.testing.assert_close(fused(t), model(text, llama=llama)(t))
+    torch.testing.assert_close(fused(t), function(t))
 
 
 def test_fuse_of_another_word():

@@ -3,24 +3,20 @@
 
 Unlike the tests of the patterns, these programs combine operations at random and write anywhere,
 also into views, by in-place functions, and where the gradient mode changes. A program is made as a
-graph, without Dynamo, whose examples are its values on the CPU; a few of them go through Dynamo.
+graph, without Dynamo, whose examples are its values on the CPU.
 
-    FUSED_LAYERNORM_PROGRAMS=100000 python tests/test_graph_programs.py [first seed]
+    FUSED_LAYERNORM_PROGRAMS=100000 pytest tests/test_graph_programs.py
 """
 
 import collections
 import operator
 import os
 import random
-import sys
-import time
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.nn.functional as F
-from captured import FUNCTIONS, by_position, passing
-from compiling import afresh  # noqa: F401
+from captured import FUNCTIONS, by_position
 from torch.fx import Graph, GraphModule, Proxy
 from torch.fx.node import map_aggregate
 
@@ -107,7 +103,7 @@ class Program(NamedTuple):
     with_inductor: bool
 
 
-def program(seed: int, modes: bool = True) -> Program:
+def program(seed: int) -> Program:
     """A random program, with the examples of its nodes."""
     choose = random.Random(seed)
     graph, with_gradients = Graph(), choose.random() < 0.5
@@ -135,7 +131,7 @@ def program(seed: int, modes: bool = True) -> Program:
         drawn |= {"m": choose.choice("mn"), "n": choose.choice("mn"), "k": "k"}
         drawn["name"] = choose.choice(ANY_SHAPE)
         kind = choose.random()
-        if modes and kind < 0.03:
+        if kind < 0.03:
             f(GRAD, is_off)
             is_off = not is_off
         elif kind < 0.2:
@@ -158,20 +154,12 @@ def program(seed: int, modes: bool = True) -> Program:
     return Program(graph, args, with_gradients, with_inductor)
 
 
-def interpret(graph: Graph, args: list[torch.Tensor]) -> None:
-    """Runs the graph once for the examples of its nodes: values that share memory as they do."""
-    values = iter(args)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            node.meta["example_value"] = next(values)
-        elif node.op != "output":
-            given = torch.fx.node.map_arg(
-                (node.args, node.kwargs), lambda n: n.meta["example_value"]
-            )
-            self, *rest = given[0] if given[0] else (None,)
-            target = getattr(self, node.target) if node.op == "call_method" else node.target
-            call = rest if node.op == "call_method" else given[0]
-            node.meta["example_value"] = target(*call, **given[1])
+class Examples(torch.fx.Interpreter):
+    """Runs a graph once for the examples of its nodes: values that share memory as they do."""
+
+    def run_node(self, n):
+        n.meta["example_value"] = super().run_node(n)
+        return n.meta["example_value"]
 
 
 def step(function: Any, args: list[torch.Tensor], with_gradients: bool) -> list[Any]:
@@ -213,7 +201,7 @@ def compare(seed: int) -> tuple[str, list[graph_pass.Row]]:
     graph, args, with_gradients, with_inductor = program(seed)
     try:
         stock = step(GraphModule({}, graph).forward, args, with_gradients)
-        interpret(graph, [arg.clone() for arg in args])
+        Examples(GraphModule({}, graph)).run(*(arg.clone() for arg in args))
     except (RuntimeError, IndexError):  # such as a write into what PyTorch's own backward reads
         return "skipped", []
     finally:
@@ -248,42 +236,10 @@ def run(seeds: range, fused: collections.Counter[str]) -> list[str]:
     return wrong
 
 
-@pytest.fixture
-def on_the_cpu(monkeypatch):
+def test_random_programs(monkeypatch):
     monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"})
-
-
-@pytest.mark.usefixtures("on_the_cpu")
-def test_random_programs():
     fused: collections.Counter[str] = collections.Counter()
     assert run(range(PROGRAMS), fused) == []
     assert fused["compared"] > PROGRAMS / 2
     names = ("residual", "gate", "scale", "shift", "activation", "factor", "group_norm")
     assert all(fused[name] > PROGRAMS / 100 for name in names), fused
-
-
-@pytest.mark.usefixtures("on_the_cpu", "afresh")
-def test_random_programs_through_dynamo():
-    backend, rows, _ = passing()
-    for seed in range(40):
-        graph, args, with_gradients, _ = program(seed, modes=False)
-        module = GraphModule({}, graph)
-        try:
-            stock = step(module.forward, args, with_gradients)
-        except RuntimeError:
-            continue
-        torch._dynamo.reset()
-        found = step(torch.compile(module, backend=backend), args, with_gradients)
-        assert difference(found, stock, 1e-3) == "", module.code
-    assert not any(row.error for row in rows)
-    assert {name for row in rows for name in row.fused} >= {"residual", "activation"}
-
-
-if __name__ == "__main__":
-    rules.DEVICES.add("cpu")
-    first, begin = int((*sys.argv, "0")[1]), time.monotonic()
-    counts: collections.Counter[str] = collections.Counter()
-    for start in range(first, first + PROGRAMS, 1000):
-        for line in run(range(start, min(start + 1000, first + PROGRAMS)), counts):
-            print(line, flush=True)
-        print(f"{time.monotonic() - begin:.0f} s, {dict(counts)}", flush=True)

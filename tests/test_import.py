@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`import fused_layernorm` changes no result and no error of PyTorch's own norms."""
 
+import functools
 import json
 
 import pytest
@@ -89,6 +90,7 @@ print(json.dumps(seen))
 """
 
 
+@functools.cache
 def seen(device, imports):
     return json.loads(run(PROGRAM, DEVICE=device, IMPORTS=imports)[0])
 

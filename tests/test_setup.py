@@ -13,7 +13,6 @@ from typing import Any
 
 import numerics
 import pytest
-import setuptools
 import torch
 
 SETUP = Path(__file__).resolve().parents[1] / "setup.py"
@@ -80,8 +79,7 @@ def test_newest_nvcc_of_packages_is_found_without_a_toolkit(functions, no_toolki
 
 @pytest.mark.parametrize("lacking", PARTS)
 def test_packages_with_a_part_missing_are_not_taken(functions, no_toolkit, lacking):
-    parts = [part for part in PARTS if part != lacking]
-    make_nvcc(no_toolkit / "nvidia" / "cu13", "13.2", parts=parts)
+    make_nvcc(no_toolkit / "nvidia" / "cu13", "13.2", parts={*PARTS} - {lacking})
     assert functions.compilers.find_nvcc() is None
 
 
@@ -152,13 +150,12 @@ def backend(monkeypatch, tmp_path):
 
 
 def put_torch(folder, version, cuda=None, headers=True):
-    (folder / "torch").mkdir()
+    header = folder / "torch" / "include" / "torch" / "headeronly" / "version.h"
+    header.parent.mkdir(parents=True)
     text = f"__version__ = '{version}'\ncuda: Optional[str] = {cuda!r}\nhip = None\n"
     (folder / "torch" / "version.py").write_text(text)
     (folder / "torch" / "__init__.py").write_text("from .version import __version__\n")
     if headers:
-        header = folder / "torch" / "include" / "torch" / "headeronly" / "version.h"
-        header.parent.mkdir(parents=True)
         header.touch()
 
 
@@ -177,16 +174,18 @@ def test_a_build_asks_for_what_is_not_there(backend, monkeypatch, tmp_path, ther
         put_torch(tmp_path, *there)
     found = backend()
     on_linux = wanted if sys.platform == "linux" else wanted[:-1]
-    assert found.get_requires_for_build_wheel() == on_linux
-    assert found.get_requires_for_build_editable({}) == on_linux
     assert found.get_requires_for_build_sdist() == wanted[:-1]
-    monkeypatch.setenv("FUSED_LAYERNORM_CPU_ONLY", "1")
-    assert found.get_requires_for_build_wheel() == wanted[:-1]
-    monkeypatch.delenv("FUSED_LAYERNORM_CPU_ONLY")
-    monkeypatch.setattr(found.nvcc, "toolkit_home", lambda: tmp_path)
-    assert found.get_requires_for_build_wheel() == wanted[:-1]
-    monkeypatch.setenv("FUSED_LAYERNORM_CUDA", "packages")
-    assert found.get_requires_for_build_wheel() == on_linux
+    assert found.get_requires_for_build_editable({}) == on_linux
+    for variable, value, toolkit, expected in (
+        ("FUSED_LAYERNORM_CUDA", "", None, on_linux),
+        ("FUSED_LAYERNORM_CPU_ONLY", "1", None, wanted[:-1]),
+        ("FUSED_LAYERNORM_CUDA", "", tmp_path, wanted[:-1]),
+        ("FUSED_LAYERNORM_CUDA", "packages", tmp_path, on_linux),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            patch.setattr(found.nvcc, "toolkit_home", lambda toolkit=toolkit: toolkit)
+            assert found.get_requires_for_build_wheel() == expected
 
 
 def test_the_torch_that_is_there_is_imported_and_no_plugin(backend, tmp_path):
@@ -203,18 +202,6 @@ def test_the_torch_that_is_there_is_imported_and_no_plugin(backend, tmp_path):
         importlib.metadata.version("plugin_of_setuptools")
 
 
-def test_wheel_and_library_are_of_no_python(functions):
-    wheel = functions.BdistWheel(setuptools.Distribution({"ext_modules": [functions.extension]}))
-    wheel.finalize_options()
-    python, abi, platform = wheel.get_tag()
-    assert (python, abi) == ("py3", "none")
-    assert platform != "any"
-    build = functions.BuildExtension(setuptools.Distribution())
-    path = build.get_ext_filename(functions.extension.name)
-    assert Path(path) == Path("fused_layernorm/libfused_layernorm.so")
-    assert "torch_python" not in functions.extension.libraries
-
-
 @pytest.mark.parametrize("strength", [1, 2, 3])
 def test_a_covering_meets_every_combination(strength):
     dimensions = ["abcdefg", [torch.float32, torch.float64], range(5), [None]]
@@ -223,4 +210,3 @@ def test_a_covering_meets_every_combination(strength):
         met = {tuple(one[i] for i in chosen) for one in found}
         assert met == {*itertools.product(*(dimensions[i] for i in chosen))}
     assert len(found) == {1: 7, 2: 35, 3: 70}[strength]
-    assert found == numerics.covering(*dimensions, strength=strength)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """swap_norms(model, neighbours=True): tiny models of transformers before and after."""
 
-import copy
 import importlib
 from typing import Any
 
@@ -9,7 +8,7 @@ import libraries
 import pytest
 import torch
 import torch.nn.functional as F
-from swaps import copies, fused
+from swaps import copies
 from tiny_transformers import decoder
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,6 +73,7 @@ def rotating(model):
 def test_models(name, device, calls):
     model = make(name, device)
     stock = run(model)
+    assert not rotating(swap_norms(model))  # which are asked for
     swap_norms(model, neighbours=True)
     assert len(rotating(model)) == 2
     torch.testing.assert_close(run(model), stock, rtol=2e-4, atol=1e-5)
@@ -84,16 +84,6 @@ def test_models(name, device, calls):
     unswap_norms(model)
     assert not rotating(model)
     assert all(map(torch.equal, run(model), stock))
-
-
-@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
-def test_half_precision_is_nearer_to_float32(name, device):
-    model = make(name, device, torch.bfloat16)
-    exact = run(copy.deepcopy(model).float())[0]
-    stock = run(model)[0]
-    found = run(swap_norms(model, neighbours=True))[0]
-    errors = [(logits - exact).square().mean() for logits in (found, stock)]
-    assert errors[0] <= 1.1 * errors[1]
 
 
 def test_generation_with_a_cache_is_the_same(device):
@@ -118,15 +108,6 @@ def test_what_the_kernel_does_not_take_runs_as_before(calls):
     torch.testing.assert_close(run(model), run(make("Qwen3")), rtol=2e-4, atol=1e-5)
     assert len(seen) == 2  # a hook of a norm still runs; the rotation alone is fused
     assert calls == [False, False]
-
-
-def test_rotations_are_asked_for(device):
-    model = make("Llama", device)
-    stock = run(model)
-    swap_norms(model)
-    assert not rotating(model)
-    assert len(fused(model)) == 5
-    torch.testing.assert_close(run(model), stock, rtol=2e-4, atol=1e-5)
 
 
 def test_an_unknown_source_is_left(caplog, monkeypatch):
@@ -191,29 +172,26 @@ class Attention(nn.Module):
 """
 
 
+STATEMENTS = """
+if self.q_norm is not None: q = q.clamp(-0.5, 0.5)
+if cos is not None: q = q.clamp(-0.5, 0.5)
+for _ in range(2): q = 2 * q
+with torch.enable_grad(): q = 2 * q
+q *= 2
+q, sin = 2 * q, sin
+q[..., 0] = 1
+q.mul_(2)
+q: torch.Tensor = 2 * q
+scale = (q := 2 * q)
+scale = [q.mul_(2)]
+"""
+
+
 @pytest.mark.parametrize("place", ["between", "behind"])
-@pytest.mark.parametrize(
-    ("statement", "is_understood"),
-    [
-        ("scale = 2", True),
-        ("if self.q_norm is not None: q = q.clamp(-0.5, 0.5)", False),
-        ("if cos is not None: q = q.clamp(-0.5, 0.5)", False),
-        ("for _ in range(2): q = 2 * q", False),
-        ("with torch.enable_grad(): q = 2 * q", False),
-        ("q *= 2", False),
-        ("q, sin = 2 * q, sin", False),
-        ("q[..., 0] = 1", False),
-        ("q.mul_(2)", False),
-        ("q: torch.Tensor = 2 * q", False),
-        ("scale = (q := 2 * q)", False),
-        ("scale = [q.mul_(2)]", False),
-    ],
-)
-def test_a_norm_is_moved_over_nothing(statement, is_understood, place, tmp_path, monkeypatch):
+@pytest.mark.parametrize("statement", ["scale = 2", *STATEMENTS.strip().splitlines()])
+def test_a_norm_is_moved_over_nothing(statement, place, tmp_path, monkeypatch):
     """Only where each statement between the norms and the rotation is known to leave q and k."""
-    places = {"between": "pass", "behind": "pass", place: statement}
-    if is_understood:
-        places = dict.fromkeys(places, statement)
+    places = {"between": "scale = 2", "behind": "scale = 2", place: statement}
     name = f"attention_{abs(hash((statement, place)))}"
     (tmp_path / f"{name}.py").write_text(ATTENTION.format(**places))
     monkeypatch.syspath_prepend(tmp_path)
@@ -225,7 +203,7 @@ def test_a_norm_is_moved_over_nothing(statement, is_understood, place, tmp_path,
     inputs += [angles.cos(), angles.sin()]
     expected = module(*inputs)
     swapped = swap_norms(nn.Sequential(module), neighbours=True)[0]
-    assert getattr(swapped, "_norms", False) is is_understood
+    assert getattr(swapped, "_norms", False) is (statement == "scale = 2")
     torch.testing.assert_close(swapped(*inputs), expected)
 
 
@@ -248,7 +226,7 @@ class OfTimm(nn.Module):
     def __init__(self, norm=nn.LayerNorm):
         super().__init__()
         self.num_heads, self.head_dim = 3, 16
-        self.qkv, self.proj = nn.Linear(48, 144), nn.Linear(48, 48)
+        self.qkv = nn.Linear(48, 144)
         self.q_norm, self.k_norm = norm(16), norm(16)
 
     def forward(self, x):
@@ -256,15 +234,7 @@ class OfTimm(nn.Module):
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
-        x = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(x.transpose(1, 2).reshape(B, N, 48))
-
-
-class Chunks(OfTimm):
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(2, (3, 3, 16)).permute(2, 0, 3, 1, 4).chunk(3, 0)
-        q, k = self.q_norm(q), self.k_norm(k)
-        return (q + k + v).sum(0).transpose(1, 2).flatten(2)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 class WritesIntoV(OfTimm):
@@ -302,10 +272,8 @@ def test_norms_of_one_projection(device, calls, compiled):
     expected = of_heads(model, x)
     swap_norms(model, neighbours=True)
     torch._dynamo.reset()
-    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    y = run(x)
-    found = [y.detach(), *torch.autograd.grad(y.square().sum(), [*model.parameters()])]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    one: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    torch.testing.assert_close(of_heads(one, x), expected, rtol=1e-4, atol=1e-5)
     assert calls == ["one tensor"]
     for other in copies(model):
         torch.testing.assert_close(of_heads(other, x), expected, rtol=1e-4, atol=1e-5)
@@ -326,9 +294,8 @@ def test_norms_of_one_projection(device, calls, compiled):
 
 @pytest.mark.parametrize(
     ("cls", "norm"),
-    [(Chunks, nn.LayerNorm), (WritesIntoV, nn.LayerNorm), (OtherV, nn.LayerNorm),
-     (OfTimm, nn.Identity)],
-)  # fmt: skip
+    [(WritesIntoV, nn.LayerNorm), (OtherV, nn.LayerNorm), (OfTimm, nn.Identity)],
+)
 def test_projections_that_are_left(cls, norm, calls, device):
     model, x = cls(norm).to(device), torch.randn(2, 5, 48, device=device)
     holder = nn.ModuleList([model, nn.LayerNorm(4)])
@@ -336,7 +303,7 @@ def test_projections_that_are_left(cls, norm, calls, device):
     swap_norms(holder, neighbours=True)
     torch.testing.assert_close(model(x), expected)
     assert not calls
-    assert (type(model) is cls) == (cls in (Chunks, WritesIntoV) or norm is nn.Identity)
+    assert (type(model) is cls) == (cls is WritesIntoV or norm is nn.Identity)
 
 
 @pytest.mark.parametrize("norm", ["LayerNorm", "RmsNorm"])

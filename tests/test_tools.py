@@ -14,6 +14,7 @@ import pytest
 import torch
 from swaps import assert_same, small_model
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fused_layernorm import swap_norms, unswap_norms
 
@@ -65,8 +66,15 @@ def thop(model, shape):
     return count(copy.deepcopy(model), (torch.ones(2, *shape),), verbose=False)
 
 
+def of_torch(model, shape):
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randn(2, *shape)).sum().backward()
+    return counter.get_flop_counts()
+
+
 COUNTERS: dict[str, Any] = {
-    "fvcore": fvcore, "thop": thop, "ptflops": functools.partial(ptflops, "pytorch"),
+    "torch": of_torch, "fvcore": fvcore, "thop": thop,
+    "ptflops": functools.partial(ptflops, "pytorch"),
     "ptflops of aten": functools.partial(ptflops, "aten"),
 }  # fmt: skip
 
@@ -94,17 +102,12 @@ def test_accelerate(device):
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
 def test_opacus(mode):
-    opacus = libraries.get("opacus")
-    model = small_model()
-    x, samples = torch.randn(4, 8), []
-    for each in (model, swapped(model)):
-        wrapped = opacus.GradSampleModule(copy.deepcopy(each)) if mode != "ew" else None
-        if wrapped is None:
-            from opacus.grad_sample import GradSampleModuleExpandedWeights
+    libraries.get("opacus")
+    from opacus.grad_sample import wrap_model
 
-            wrapped = GradSampleModuleExpandedWeights(copy.deepcopy(each))
-        elif mode == "functorch":
-            wrapped = opacus.GradSampleModule(copy.deepcopy(each), force_functorch=True)
+    model, x, samples = small_model(), torch.randn(4, 8), []
+    for each in (model, swapped(model)):
+        wrapped = wrap_model(copy.deepcopy(each), grad_sample_mode=mode)
         wrapped(x).square().mean().backward()
         samples.append([p.grad_sample for p in wrapped.parameters()])
     assert_same(*samples)

@@ -72,3 +72,12 @@ def cogvideox():
     text = {"time_embed_dim": 8, "text_embed_dim": 12, "max_text_seq_length": 6}
     model = make("CogVideoXTransformer3DModel", **sizes, **text, temporal_compression_ratio=4)
     return model, {**latents(2, 2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 12)}
+
+
+def unet():
+    model = libraries.get("diffusers").UNet2DModel(
+        sample_size=8, block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=2,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"), attention_head_dim=4,
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    return model, {"sample": torch.randn(2, 3, 8, 8), "timestep": torch.tensor([1, 7])}
