@@ -219,9 +219,11 @@ class Gated(Call):
         options = {**self.form, "out_dtype": self.out_dtype, "round_before_weight": self.rounds}
         return (fl.rms_norm_gated(t.x, t.gate, t.weight, self.eps, bias=t.bias, **options),)
 
-    def formula(self, t):
+    def formula(self, t, rounding=None):
         given = (getattr(t, name) for name in self.NAMES)
-        return (formulas.rms_norm_gated(*given, self.eps, **self.form),)
+        if rounding is not None:
+            rounding = (rounding, torch.promote_types(rounding, self.weight_dtype or rounding))
+        return (formulas.rms_norm_gated(*given, self.eps, rounding=rounding, **self.form),)
 
     stock = formula  # elementary functions of PyTorch, in its tensors' type
 

@@ -12,7 +12,7 @@ A new family of norms is a subclass of Call, here or in families.py, with
     NAMES, OUTPUTS   what a call is given; its results, with the names of their gradients
     draw(randn)      the tensors of a problem, by name, from its fields
     forward(t)       our results, as a tuple
-    formula(t)       the same by reference.py, of float64 tensors
+    formula(t)       the same by reference.py, of float64 tensors, perhaps with round_before_weight
     stock(t)         the same by PyTorch's own functions, of float32 tensors
 
 and what is not as by default: dtype_of, OF_ROWS (results that do not depend on a row's batch),
@@ -156,7 +156,7 @@ class Call:
     mean: float = 0.0
     eps: float = EPS
     weight_offset: float = 0.0
-    rounds: bool = False  # round_before_weight, which check() judges of heads alone
+    rounds: bool = False  # round_before_weight (test_every_norm.py), which check() judges of heads
     layout: str = "contiguous"  # of x and dy, or any other of LAYOUTS
     dy_layout: str | None = None  # by default layout
     forced: tuple[str | None, str | None] = (None, None)  # the strategies of the two directions
@@ -395,12 +395,13 @@ class Problem(Call):
             return add(t.x, t.residual, t.weight, t.bias)
         return self.function()(*(getattr(t, name) for name in forms.NAMES[self.kind]))
 
-    def formula(self, t):
+    def formula(self, t, rounding=None):
         x, *parameters = (self.in_groups(u) for u in (t.x, t.weight, t.bias))
         ndim = self.normalized_ndim if self.group_size is None else 1
         options = (ndim, *parameters, self.eps, self.activation, self.scale)
         kind: Any = {"statistic": self.statistic, "weight_offset": self.weight_offset}
-        y = reference.layer_norm(x, *options, shift=t.shift, scale=t.scale, **kind).y
+        kind |= {"shift": t.shift, "scale": t.scale, "rounding": rounding}
+        y = reference.layer_norm(x, *options, **kind).y
         return (y.reshape(t.x.shape),)
 
     def in_groups(self, tensor):

@@ -19,6 +19,7 @@ from families import (
     MODULATED_DTYPES,
     SMALL,
     Gated,
+    Heads,
     of_groups,
     over_channels,
 )
@@ -294,6 +295,44 @@ def test_nan_and_inf_of_modulations_stay_in_their_sample(device):
         y, stock = (run(t, backward=False)["y"] for run in (ours, numerics.stock))
         assert torch.equal(y.isnan(), stock.isnan())
         assert torch.equal(y.isinf(), stock.isinf())
+
+
+# ---- round_before_weight.
+
+ROUNDED = [
+    *(Problem((64, cols), dtype, statistic="rms", affine="weight")
+      for cols in (64, 1000, 1021, 4096, 20_480) for dtype in (BF16, F16)),
+    Problem((64, 512), BF16, F32, statistic="rms", affine="weight", out_dtype=F32),
+    # Rounded to input's dtype beside a residual, a gate and an activation, too.
+    *(Problem((2, 32, 512), dtype, statistic="rms", residual_dtype=residual, **options)
+      for dtype, residual, options in (
+          (BF16, F32, {}), (F16, BF16, {}), (BF16, BF16, {}), (BF16, BF16, {"activation": "silu"}),
+          (BF16, BF16, {"activation": "silu", "gate": (2, 1, 512)}))),
+    *(Problem((64, 256), BF16, weight, statistic="rms", group_size=16) for weight in (BF16, F32)),
+    *(Gated((256, 1024), *dtypes, affine="weight", gate_first=first, group_size=size,
+            gate_dtype=gate, out_dtype=torch.promote_types(*dtypes) if first else None)
+      for dtypes in ((BF16, BF16), (BF16, F32), (F16, F16)) for first in (False, True)
+      for size in (None, 128) for gate in (None, F32)),
+    *(Heads((2, 50, 64), BF16, angles=angles) for angles in ("none", "positions")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", [replace(p, rounds=True) for p in ROUNDED], ids=str)
+def test_rounding_before_the_weight(device, problem):
+    """As the classes of transformers and FLA do it. Where the last bit of a statistic decides, xhat
+    may be rounded to a neighbour, and so may what is computed from it."""
+    t = make(problem, device)
+    y, *others = problem.forward(t)
+    out, step = problem.dtype_of("y"), torch.finfo(problem.dtype).eps
+    given = t.but(**{name: u.double() for name, u in t.inputs().items()})
+    if isinstance(problem, Problem) and others:
+        given.x = others[0].double()  # residual_out
+    rounded, once = (problem.formula(given, r)[0].to(out) for r in (problem.dtype, None))
+    assert y.dtype == out
+    torch.testing.assert_close(y, rounded, rtol=4 * step, atol=4 * step)
+    for expected, least, most in ((rounded, 0.998, 1), (once, 0, 0.95)):
+        same = (y.double() - expected.double()).abs() <= 1e-6 * expected.double().abs()
+        assert least <= same.double().mean() <= most
 
 
 # ---- CUDA: devices, streams, graphs, sizes.

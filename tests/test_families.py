@@ -70,53 +70,6 @@ def test_without_any_modulation_it_is_layer_norm(device):
     assert all(map(torch.equal, found, fl.add_layer_norm(x, residual, weight, bias)))
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_modulated_results_are_rounded_once(device, gated):
-    """Neither the normalized value nor its product with 1 + scale is rounded before, nor the
-    product of gate and input."""
-    one, other, factor = torch.randn(3, 64, 512, device=device).to(BF16)
-    if gated:
-        _, narrow = fl.add_ada_layer_norm(one, other, factor)
-        exact = other.double() + factor.double() * one.double()
-    else:
-        narrow = fl.ada_layer_norm(one, other, factor)
-        exact = fl.ada_layer_norm(one.double(), other.double(), factor.double())
-    assert (narrow != exact.to(BF16)).double().mean() < 0.002
-
-
-def test_small_scales_are_not_lost(device):
-    """1 + scale is computed in float32, because half precision would lose a small scale."""
-    x = torch.randn(8, 64, device=device).to(BF16)
-    scale = torch.full((64,), 2.0**-10, device=device).to(BF16)
-    y = fl.ada_layer_norm(x, None, scale, out_dtype=F32)
-    expected = F.layer_norm(x.float(), (64,)) * (1 + 2.0**-10)
-    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_row_does_not_depend_on_its_place(device, gated):
-    """Equal rows with equal modulations have equal results, to the bit."""
-    rows = 50 if device == "cpu" else 2000
-    for cols in (8, 257, 1152):
-        t = make(modulated((2, rows, cols), "all", gated=gated, affine="none"), device)
-        for name in ("x", "dy", "residual", "dresidual"):
-            if (tensor := getattr(t, name)) is not None:
-                setattr(t, name, tensor[:1, :1].expand(2, rows, cols).contiguous())
-        for name, result in ours(t).items():
-            if name in ("y", "residual_out", "dx", "dresidual"):
-                assert torch.equal(result, result[:1, :1].expand_as(result)), name
-
-
-def test_a_gate_of_zero(device):
-    """A gate of zero keeps the residual to the bit, as in blocks initialised with zeros."""
-    x, residual = torch.randn(2, 3, 4, 16, device=device)
-    gate = torch.zeros(3, 1, 16, device=device, requires_grad=True)
-    y, residual_out = fl.add_ada_layer_norm(x, residual, gate)
-    assert torch.equal(residual_out, residual)
-    (dgate,) = torch.autograd.grad(y.sin().sum() + residual_out.sum(), gate)
-    assert dgate.abs().sum() > 0
-
-
 @pytest.mark.parametrize("kind", ["all", "sample", "token"])
 @pytest.mark.parametrize("dtypes", MODULATED_DTYPES, ids=ids)
 def test_gate_of_add_layer_norm(device, dtypes, kind):
@@ -297,31 +250,6 @@ def test_a_row_of_nearly_2_to_the_31_columns(gate_first, needs_memory):
             torch.testing.assert_close(found, right.detach(), rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.parametrize("gate_first", [False, True])
-@pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, BF16), (BF16, F32), (F16, F16)])
-def test_round_before_weight_rounds_as_the_classes_do(device, dtype, weight_dtype, gate_first):
-    x, gate, weight, _ = inputs(device, (256, 1024), dtype, None, weight_dtype, grad=False)
-    promoted = torch.promote_types(dtype, weight_dtype)
-    out = promoted if gate_first else dtype
-    for group_size, given in itertools.product((None, 128), (gate, gate.float())):
-        form: Any = {"gate_first": gate_first, "group_size": group_size}
-        options: Any = {**form, "round_before_weight": True, "out_dtype": out}
-        y = fl.rms_norm_gated(x, given, weight, 1e-5, **options)
-        expected, once = (
-            formula(x.double(), given, weight, rounding=rounding, **form).to(out)
-            for rounding in ((dtype, promoted), None)
-        )
-        # xhat may be rounded to a neighbour, where the statistic's last bit decides, and so may the
-        # affine map's result and y behind it, if these are rounded: each is one step.
-        steps = 1 + (weight_dtype == dtype) + (not gate_first)
-        size = expected.double().abs().clamp(min=torch.finfo(out).smallest_normal)
-        near = (y.double() - expected.double()).abs() / size
-        assert near.max() <= steps * torch.finfo(dtype).eps
-        same = (near <= 1e-6) if out is F32 else y == expected
-        assert same.float().mean() >= 0.999
-        assert (y == once).float().mean() < 0.95
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize(("cols", "group_size"), [(64, None), (128, None), (1000, None),
@@ -374,23 +302,6 @@ def test_one_tensor_gives_the_same_bits(flag, device):
     both = c.forward(t)
     for y, x, weight in zip(both, (t.q, t.k), (t.q_weight, t.k_weight), strict=True):
         assert torch.equal(norm_rope(x, weight, t.cos, t.sin, **c.options), y)
-
-
-def test_rounding_is_that_of_llamas_class(device):
-    x = torch.randn(2, 50, 4, 64, device=device).to(BF16)
-    weight = 1 + torch.randn(64, device=device).to(BF16) / 2
-    wide = x.float()
-    xhat = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(BF16)
-    for rounds, expected in ((True, weight * xhat), (False, weight.float() * xhat.float())):
-        y = norm_rope(x, weight, None, None, 1e-6, round_before_weight=rounds)
-        equal = (y == expected.to(BF16)).float().mean()
-        assert equal > 0.999 if rounds else equal < 0.9
-    # The norm's result is rounded in front of the rotation, too.
-    cos, sin = torch.zeros(2, 50, 32, device=device)
-    sin += 1
-    y = norm_rope(x, weight, cos, sin, 1e-6, round_before_weight=True)
-    z = norm_rope(x, weight, None, None, 1e-6, round_before_weight=True)
-    assert torch.equal(y, torch.cat([-z[..., 32:], z[..., :32]], -1))
 
 
 def test_default_eps_of_heads(device):

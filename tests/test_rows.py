@@ -4,7 +4,6 @@
 test_accuracy.py judges their accuracy, test_every_norm.py what every norm keeps.
 """
 
-import functools
 import itertools
 import warnings
 from dataclasses import replace
@@ -24,7 +23,6 @@ from fused_layernorm.ops import formulas
 
 ops = torch.ops.fused_layernorm
 pytestmark = pytest.mark.cpu_operators  # the tests judge the operators, on the CPU too
-rms = functools.partial(Problem, statistic="rms")
 
 
 # ---- Statistics.
@@ -45,27 +43,28 @@ def test_rows_of_any_mean_and_a_constant_row(device, cols, mean):
     assert error <= 2 * limit + 1e-6
 
 
+@pytest.mark.parametrize("statistic", ["layer", "rms"])
 @pytest.mark.parametrize(
     ("cols", "dtype", "mean"),
     [*itertools.product([1, 7, 64, 1000, 4096, 40000], [F32, BF16], [0.0]),
      *itertools.product([64, 1024, 4096, 65536], [F32], [1e4])],
     ids=ids,
 )  # fmt: skip
-def test_statistics(device, cols, dtype, mean):
-    """In float32, mean(x^2) - mean(x)^2 would lose the variance beside the large mean."""
+def test_statistics(device, cols, dtype, mean, statistic):
+    """In float32, mean(x^2) - mean(x)^2 would lose the variance beside the large mean. RMSNorm has
+    no mean to save."""
     x = (torch.randn(5, 3, cols, device=device) + mean).to(dtype)
-    y, *found = ops.layer_norm_forward(x, 1, None, None, 1e-5)
-    exact, *expected = reference.layer_norm(x, 1)
-    for statistic, other, rtol, atol in zip(
-        found, expected, (1e-5, 1e-3 if mean else 1e-5), (1e-6, 0), strict=True
+    _, of_mean, of_rstd = ops.layer_norm_forward(x, 1, None, None, 1e-5, statistic=statistic)
+    _, *expected = reference.layer_norm(x, 1, statistic=statistic)
+    for found, other, rtol, atol in zip(
+        (of_mean, of_rstd), expected, (1e-5, 1e-3 if mean else 1e-5), (1e-6, 0), strict=True
     ):
-        assert statistic.shape == (5, 3, 1)
-        assert statistic.dtype == F32
-        torch.testing.assert_close(statistic.double(), other, rtol=rtol, atol=atol)
-    assert torch.equal(y, ops.layer_norm(x, 1, None, None, 1e-5))
-    # The mean itself can be off by half a unit in the last place of 1e4: 5e-4, in units of the
-    # deviation, which is 1; the rest is the rounding of a sum.
-    assert not mean or (y - exact).abs().max() < 1e-2
+        assert found.dtype == F32
+        if statistic == "rms" and found is of_mean:
+            assert found.shape == (0,)
+        else:
+            assert found.shape == (5, 3, 1)
+            torch.testing.assert_close(found.double(), other, rtol=rtol, atol=atol)
 
 
 @pytest.mark.gpu
@@ -85,28 +84,15 @@ def test_statistics_of_the_ring_are_rounded_once(plans, rows, cols, mean, statis
         assert ((found_mean.flatten() - wanted.mean.flatten()).abs() <= slack).all()
 
 
-@pytest.mark.parametrize("operator", ["layer_norm_forward", "add_layer_norm_forward"])
-def test_one_statistic_is_saved_of_rms_norm(device, operator):
-    x = torch.randn(4, 64, device=device)
-    rows = (x, x) if operator.startswith("add") else (x,)
-    *_, mean, rstd = getattr(ops, operator)(*rows, 1, None, None, 1e-6, statistic="rms")
-    assert mean.shape == (0,)
-    assert rstd.shape == (4, 1)
-
-
-@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-5, 1.0, 100.0, -1.0, -1e3, 1])
-def test_eps(device, eps):
-    x = 4 * torch.randn(16, 48, device=device)  # a variance that eps = -1 does not cancel
-    y = fl.layer_norm(x, normalized_shape=(48,), eps=eps)
-    torch.testing.assert_close(y, F.layer_norm(x, (48,), eps=eps), equal_nan=True)
-
-
-@pytest.mark.parametrize("eps", [None, 1e-3])
-@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=ids)
-def test_eps_of_rms_norm(device, dtype, eps):
-    x = (torch.randn(8, 64, device=device) * 1e-3).to(dtype)
-    y = fl.rms_norm(x, None, eps, normalized_shape=64)
-    torch.testing.assert_close(y, F.rms_norm(x, (64,), None, eps))
+@pytest.mark.parametrize("eps", [None, 0.0, 1e-12, 1e-5, 1.0, 100.0, -1.0, -1e3, 1])
+@pytest.mark.parametrize("scale", [4, 1e-3])  # a variance that eps = -1 does not cancel, and none
+def test_eps(device, scale, eps):
+    x = scale * torch.randn(16, 48, device=device)
+    y, z = fl.rms_norm(x, None, eps, normalized_shape=48), F.rms_norm(x, (48,), None, eps)
+    torch.testing.assert_close(y, z, equal_nan=True)
+    if eps is not None:
+        y = fl.layer_norm(x, normalized_shape=(48,), eps=eps)
+        torch.testing.assert_close(y, F.layer_norm(x, (48,), eps=eps), equal_nan=True)
 
 
 # ---- Special rows.
@@ -291,105 +277,6 @@ def test_every_strategy_with_every_mask(strategy, wanted):
         numerics.assert_close({f"d{n}": found[f"d{n}"] for n in wanted}, expected, 1e-4)
 
 
-# ---- Orders of casts.
-
-
-def _xhat(x):
-    wide = x.float()
-    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-
-def _llama(x, weight):
-    """LlamaRMSNorm's forward, as transformers writes it."""
-    return weight * _xhat(x).to(x.dtype)
-
-
-def _gemma(x, weight):
-    """GemmaRMSNorm's forward, as transformers writes it."""
-    return (_xhat(x) * (1.0 + weight.float())).type_as(x)
-
-
-def _assert_alike(actual, wanted):
-    """Equal in 99.9% of the elements, and elsewhere apart by one unit of xhat, and its rounding.
-
-    Where xhat lies between two numbers of half precision, another rstd's last bit decides.
-    """
-    assert actual.dtype == wanted.dtype
-    unlike = actual != wanted
-    assert unlike.double().mean() <= 1e-3
-    gap = (actual.double() - wanted.double()).abs()
-    assert (gap <= 3.02 * numerics.rounding(wanted.double(), wanted.dtype)).all()
-
-
-@pytest.mark.parametrize("cols", [64, 1000, 1021, 4096, 20_480])
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=ids)
-@pytest.mark.parametrize("form", [_llama, _gemma])
-def test_orders_of_casts(device, form, dtype, cols):
-    x = (torch.randn(64, cols, device=device) * 3).to(dtype)
-    weight = torch.randn(cols, device=device).to(dtype)
-    options = {"round_before_weight": True} if form is _llama else {"weight_offset": 1.0}
-    _assert_alike(fl.rms_norm(x, weight, 1e-6, **options), form(x, weight))
-
-
-def test_llama_with_a_float32_weight_gives_float32(device):
-    x = torch.randn(64, 512, device=device).bfloat16()
-    weight = torch.randn(512, device=device)
-    y = fl.rms_norm(x, weight, 1e-6, round_before_weight=True, out_dtype=F32)
-    wanted = _llama(x, weight)
-    assert y.dtype == wanted.dtype == F32
-    assert ((y - wanted).abs() > 1e-6 * wanted.abs()).double().mean() <= 1e-3
-    torch.testing.assert_close(y, wanted, rtol=2**-7, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("input_dtype", "residual_dtype", "gated", "activation"),
-    [(BF16, F32, False, None), (F16, BF16, False, None), (BF16, BF16, False, None),
-     (BF16, BF16, False, "silu"), (BF16, BF16, True, "silu")],
-    ids=ids,
-)  # fmt: skip
-def test_rounding_is_to_the_dtype_of_input(device, input_dtype, residual_dtype, gated, activation):
-    """Beside a residual, a gate and an activation, too."""
-    problem = rms(
-        (2, 32, 512), input_dtype, residual_dtype=residual_dtype, affine="weight", rounds=True,
-        gate=(2, 1, 512) if gated else None, activation=activation, eps=1e-6,
-    )  # fmt: skip
-    t = numerics.make(problem, device)
-    y, total = problem.forward(t)
-    xhat = _xhat(total).to(input_dtype)
-    z = numerics.activate(xhat.float() * t.weight.float(), activation)
-    _assert_alike(y, z.to(input_dtype))
-
-
-@pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, F32), (F32, F32)], ids=str)
-def test_rounding_over_groups_of_columns(device, dtypes):
-    """Each group alone, with its part of weight and bias."""
-    problem = rms((5, 64), *dtypes, group_size=16, rounds=True)
-    t = numerics.make(problem, device)
-    (y,) = problem.forward(t)
-    alone = [
-        fl.rms_norm(x, weight, 1e-5, bias=bias, round_before_weight=True)
-        for x, weight, bias in zip(*(u.split(16, -1) for u in (t.x, t.weight, t.bias)), strict=True)
-    ]
-    slack = {F32: 1e-5, BF16: 2**-7}[y.dtype]
-    torch.testing.assert_close(y, torch.cat(alone, -1), rtol=slack, atol=slack)
-
-
-def test_result_is_rounded_once(device):
-    """Neither the normalized value nor the pre-activation is rounded to half precision before."""
-    x = torch.randn(64, 512, device=device).to(BF16)
-    weight, bias = (torch.randn(512, device=device).to(BF16) for _ in "wb")
-    for activation in ACTIVATIONS:
-        narrow, exact = (
-            fl.layer_norm(*given, activation=activation, scale=1.5)
-            for given in ((x, weight, bias), (x.double(), weight.double(), bias.double()))
-        )
-        # Errors in the last bits of float32 change few roundings to bfloat16. On the CPU they
-        # change more, because PyTorch's erf has no digits left in the tail. A second rounding on
-        # the way would change one in four.
-        changed = (narrow != exact.to(BF16)).double().mean()
-        assert changed < (0.002 if device == "cuda" else 0.02), (activation, changed)
-
-
 # ---- Activations.
 
 
@@ -403,33 +290,21 @@ def of_bias(bias, activation):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-def test_activations_match_pytorch_for_every_size_of_argument(device, activation):
-    """The arguments include numbers far from zero, where gelu and silu approach 0 and x, and their
-    derivatives 0 and 1."""
-    z = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-100.0, 0.0, 100.0])]).to(device)
+def test_activations_of_every_size_of_argument(device, activation):
+    """Far from zero gelu and silu approach 0 and x, and their derivatives 0 and 1, also where the
+    square of the argument is infinite. NaN and Inf give what PyTorch gives."""
+    sizes = torch.tensor([100.0, 1e3, 1e10, 1e20, 1e30, 1e32, 1e38])
+    sizes = sizes[:3] if activation == "gelu_tanh" else sizes  # PyTorch's cube overflows beyond
+    z = torch.cat([torch.linspace(-12, 12, 4001), torch.zeros(1), sizes, -sizes]).to(device)
     wide = z.double().requires_grad_()
     expected = reference.activation_value(wide, activation)
     (slope,) = torch.autograd.grad(expected.sum(), wide)
+    slope = torch.where(z.abs() < 50, slope, (z > 0).double())
     for found, exact in zip(of_bias(z, activation), (expected, slope), strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("activation", ["gelu", "silu", "relu"])
-def test_the_greatest_arguments_of_activations(device, activation):
-    """The derivatives are 0 and 1, also where the square of the argument is infinite."""
-    size = torch.tensor([1e3, 1e10, 1e20, 1e30, 1e32, 1e38], device=device)
-    y, slope = of_bias(torch.cat([size, -size]), activation)
-    assert torch.equal(y, torch.cat([size, torch.zeros_like(size)]))
-    assert torch.equal(slope, torch.cat([torch.ones_like(size), torch.zeros_like(size)]))
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-def test_activation_keeps_nan_and_inf(device, activation):
-    bias = torch.tensor([float("nan"), float("inf"), 1.0, -1.0], device=device)
-    y, _ = of_bias(bias, activation)
-    stock = numerics.activate(bias, activation)
-    assert torch.equal(y.isnan(), stock.isnan())
-    assert torch.equal(y.isinf(), stock.isinf())
+    z = torch.tensor([float("nan"), float("inf")], device=device)
+    stock = numerics.activate(z, activation)
+    torch.testing.assert_close(of_bias(z, activation)[0], stock, equal_nan=True)
 
 
 def test_reference_activations_agree_with_pytorch():
@@ -446,13 +321,6 @@ def test_reference_activations_agree_with_pytorch():
 
 
 # ---- Where calls go.
-
-
-def test_a_plain_call_on_the_cpu_is_pytorchs(monkeypatch):
-    monkeypatch.setattr("fused_layernorm.stock._cpu_operators", False)
-    x, norm = torch.randn(8, 64), fl.FusedRMSNorm(64)
-    for y in (norm(x), fl.rms_norm(x, norm.weight)):
-        assert torch.equal(y, F.rms_norm(x, (64,), norm.weight))
 
 
 def test_autocast_of_rms_norm(device):
