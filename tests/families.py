@@ -102,6 +102,7 @@ class Groups(Call):
     LAYOUTS = {  # noqa: RUF012
         **ORDERS,
         "positions turned": lambda x: x.movedim(2, -1).contiguous().movedim(-1, 2),
+        "turned": lambda x: swapped(x, 1, -1),
         "misaligned channels_last": lambda x: misaligned(x.movedim(1, -1)).movedim(-1, 1),
         "slice of channels_last": lambda x: within(x.movedim(1, -1), -1, 1, 1).movedim(-1, 1),
         "expanded": lambda x: x[:1].expand(x.shape),
