@@ -72,11 +72,11 @@ class Channels(Problem):
             t[name] = self.LAYOUTS[layout](t[name].movedim(-1, 1)).movedim(1, -1)
         return t
 
-    def forward(self, t):
+    def forward(self, t, **options):
         if self.by_view:
             return super().forward(t)
-        norm = self.function(normalized_shape=None, dim=1)
-        return (norm(t.x.movedim(-1, 1), t.weight, t.bias)[0].movedim(1, -1),)
+        whole = t.but(x=t.x.movedim(-1, 1))
+        return (super().forward(whole, normalized_shape=None, dim=1, **options)[0].movedim(1, -1),)
 
     def check_strides(self, t, results):
         if self.by_view:

@@ -28,11 +28,12 @@ from dataclasses import KW_ONLY, dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import forms
 import pytest
 import reference
 import torch
 import torch.nn.functional as F
+
+import fused_layernorm as fl
 
 FACTOR = 1.25  # of PyTorch's error
 GREATEST_FACTOR = 2.0  # of PyTorch's greatest error
@@ -371,29 +372,25 @@ class Problem(Call):
             t[name] = None if t[name] is None else self.LAYOUTS[layout](t[name])
         return t
 
-    @property
-    def kind(self):
-        """The kind in forms.NAMES, which says what tensors the function takes, in which order."""
-        if self.is_ada:
-            return "modulated" if self.residual_dtype is None else "gated"
-        return "plain" if self.residual_dtype is None else "residual"
-
-    def function(self, **options) -> Any:
-        """Our function of the tensors of that kind."""
-        return forms.ours(self.kind, **{
-            "statistic": self.statistic, "activation": self.activation, "factor": self.scale,
-            "offset": self.weight_offset, "eps": self.eps, "out_dtype": self.out_dtype,
-            "normalized_shape": self.normalized_shape, **options,
-            **({"round_before_weight": True} if self.rounds else {}),
-            **({"group_size": self.group_size} if self.group_size else {}),
-        })  # fmt: skip
-
-    def forward(self, t):
-        if self.gate is not None and (self.activation or self.scale != 1.0):
-            # Only add_layer_norm and add_rms_norm have an activation beside a gate.
-            add = replace(self, gate=None).function(gate=t.gate)
-            return add(t.x, t.residual, t.weight, t.bias)
-        return self.function()(*(getattr(t, name) for name in forms.NAMES[self.kind]))
+    def forward(self, t, **options):
+        rows = [u for u in (t.x, t.residual) if u is not None]
+        add = "add_" * (t.residual is not None)
+        how: Any = {"normalized_shape": self.normalized_shape, "out_dtype": self.out_dtype}
+        if self.is_ada and self.activation is None and self.scale == 1.0:
+            given = (*rows, *[t.gate] * bool(add), t.shift, t.scale, t.weight, t.bias, self.eps)
+            how |= {"statistic": self.statistic, **options}
+            out = getattr(fl, f"{add}ada_layer_norm")(*given, **how)
+        else:
+            how |= {"activation": self.activation, "scale": self.scale, **options}
+            how |= {"gate": t.gate} if self.gate is not None else {}  # of a sum alone
+            if self.statistic == "layer":
+                out = getattr(fl, f"{add}layer_norm")(*rows, t.weight, t.bias, self.eps, **how)
+            else:
+                how |= {"weight_offset": self.weight_offset, "round_before_weight": self.rounds}
+                how |= {"group_size": self.group_size} if self.group_size else {}
+                norm = getattr(fl, f"{add}rms_norm")
+                out = norm(*rows, t.weight, self.eps, bias=t.bias, **how)
+        return out if isinstance(out, tuple) else (out,)
 
     def formula(self, t, rounding=None):
         x, *parameters = (self.in_groups(u) for u in (t.x, t.weight, t.bias))

@@ -26,12 +26,12 @@ pytestmark = pytest.mark.cpu_operators
 RMS, SILU = {"statistic": "rms"}, {"activation": "silu"}
 # A norm of each kind, and with each activation; (kind, options of forms.ours and forms.stock).
 FORMS: list[tuple[str, dict[str, Any]]] = [
-    *(("plain", {"activation": activation, "factor": 1.5}) for activation in ACTIVATIONS),
+    *(("plain", {"activation": activation, "scale": 1.5}) for activation in ACTIVATIONS),
     ("residual", {}),
-    ("residual", {"activation": "silu", "factor": 0.5}),
+    ("residual", {"activation": "silu", "scale": 0.5}),
     ("modulated", {}),
     ("gated", {}),
-    ("plain", {**RMS, "activation": "gelu", "offset": 1.0}),
+    ("plain", {**RMS, "activation": "gelu", "weight_offset": 1.0}),
     ("residual", RMS),
     ("modulated", RMS),
     ("gated", RMS),
@@ -229,7 +229,7 @@ TRANSFORMS: dict[str, Any] = {
 }
 # The functions in every form, and the operators by name, as a compiled graph calls them.
 FUNCTIONS = [(kind, options, None) for kind, options in FORMS] + [
-    (kind, {"activation": "gelu", "factor": 2.0} if kind in ("plain", "residual") else {}, suffix)
+    (kind, {"activation": "gelu", "scale": 2.0} if kind in ("plain", "residual") else {}, suffix)
     for kind in NAMES
     for suffix in ("", "_forward")
 ]
