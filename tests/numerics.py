@@ -239,6 +239,7 @@ LAYOUTS: dict[str, Any] = {
     "contiguous": lambda x: x, "chunk": lambda x: torch.cat([x] * 6, -1).chunk(6, -1)[2],
     "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
     "transposed": lambda x: swapped(x, -1, -2) if x.dim() > 1 else x, "misaligned": misaligned,
+    "expanded": lambda x: x[:1].expand(x.shape) if x.dim() else x,
 }  # fmt: skip
 
 

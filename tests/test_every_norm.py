@@ -431,3 +431,30 @@ def test_more_elements_than_32_bits_count(problem, needs_memory):
     if math.prod(alone.x.shape) < 2**29:
         expected = numerics.exact(alone, found)
         numerics.assert_close({"y": found["y"]}, expected, 2**-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem((1, 2**30 + 4104), affine="weight"),
+        Problem((1, 2**31 - 5), BF16, affine="weight"),
+        # Two rows share a modulation, one is a group of its own.
+        *(Problem((rows, 2**30 + 4104), affine=affine, shift=(2**30 + 4104,),
+                  scale_by=(2**30 + 4104,)) for rows, affine in ((1, "weight"), (2, "none"))),
+        *(Gated((1, 2**31 - 8), BF16, affine="none", gate_first=first) for first in (False, True)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_columns_beyond_what_32_bits_count(problem, needs_memory):
+    """The bytes of a float32 row, and the columns to the last chunk's end, overflow 32 bits. The
+    statistics of so many random numbers are those of a part of them, but for what is allowed."""
+    needs_memory(80)
+    t = make(problem, "cuda")
+    found = ours(t)
+    for part in (slice(0, 2**27), slice(2**29, 2**29 + 2**27), slice(-(2**27), None)):
+        names = (*problem.NAMES, *problem.OUTPUTS.values())
+        of_part = t.but(**{name: u[..., part] for name, u in t.named(names).items()})
+        results = {name: result[..., part] for name, result in found.items()}
+        numerics.assert_close(results, numerics.exact(of_part, results), 2**-6)
