@@ -83,14 +83,6 @@ def test_an_old_driver_is_told_of(driver):
         formulas.warn_of_cuda(on_cuda)
 
 
-def test_a_build_without_kernels_has_no_driver_to_ask():
-    if BUILD_INFO != "cpu only":
-        pytest.skip("this build has CUDA kernels")
-    assert ops._driver_problem() == ""
-    with pytest.raises(RuntimeError, match="this build has no CUDA kernels"):
-        ops._force_driver_version(12020)
-
-
 # A driver that reports a version of the environment, and prints a line if it is initialised.
 STUB = """
 #include <stdio.h>

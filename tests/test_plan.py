@@ -523,22 +523,6 @@ def test_what_cannot_be_had_is_refused(options, problem):
     assert forced_plan(options, rows, cols, **{"dtype": F32, **rest}) is None
 
 
-def test_a_refusal_names_what_was_forced_and_the_problem():
-    force("strategy=ring")
-    with refused(
-        "fused_layernorm: the forced plan 'strategy=ring' cannot run forward of 9 rows of 64 "
-        r"columns \(x of bfloat16, weight of float32, y of bfloat16, aligned, a residual, an "
-        r"epilogue\) on this device$"
-    ):
-        plan(9, 64, BF16, weight_dtype=F32, residual=True, has_epilogue=True)
-    force("stages=2 strategy=few_rows")
-    with refused(
-        "the forced plan 'stages=2 strategy=few_rows' cannot run backward of 9 rows of 63 columns "
-        r"\(x of float32, weight of float32, dy of float32, not aligned, no dweight and no dbias\)"
-    ):
-        plan(9, 63, backward=True, needs_dparams=False)
-
-
 WHOLE = "expected {} to be a whole number from 1 to {}"
 PARTS = "strategy, vecs, teams, bulk, stages, lag, blocks_per_row or long"
 
