@@ -165,6 +165,10 @@ FORWARD_ON_CUDA = [
       for options in ({"activation": "silu"}, {"weight_offset": 1.0}, {"affine": "none"},
                       {"affine": "weight"}, {"mean": 1000.0},
                       {**rms, "weight_offset": 1.0, "affine": "weight"})),
+    # Any number of blocks a row, also where most blocks and measurers have no columns.
+    *(Problem((70, cols), forced=(f"ring blocks_per_row={blocks} long={long}", None))
+      for cols, blocks, long in covering(
+          [8, 2048, 4104, 16_392], [1, 2, 3, 7, 33, 132], [0, 1])),
     *(Problem((36, cols), dtype, statistic=statistic)
       for cols in (4, 60, 356, 512, 924, 1492, 3196) for dtype in (BF16, F16)
       for statistic in ("layer", "rms")),

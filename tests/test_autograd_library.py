@@ -132,18 +132,13 @@ def test_which_library_a_fresh_process_loads(tmp_path):
     for library in (tmp_path / "poisoned" / PACKAGE.name / "autograd").glob("*.so"):
         library.write_bytes(b"\x7fELF and nothing more")
     whole, poisoned = str(tmp_path / "whole"), str(tmp_path / "poisoned")
-    versions = ["2.99.0", "2.13.0a0+git1", "2.10.0.dev20250101"]
-    scenarios = [(whole, "", ""), (whole, "", "1"), (poisoned, "", "")]
-    scenarios += [(poisoned, version, "") for version in versions]
-    loaded, disabled, broken, *others = run(TRAIN, SCENARIOS=scenarios)[0].splitlines()
+    scenarios = [(whole, "", ""), (whole, "", "1"), (poisoned, "", ""), (poisoned, "2.99.0", "")]
+    loaded, disabled, broken, other = run(TRAIN, SCENARIOS=scenarios)[0].splitlines()
     assert loaded.startswith("FusedAddLayerNormBackward|True|compiled for torch")
     assert disabled.endswith(f"|False|{autograd_library.DISABLE}=1")
     assert broken.startswith("UserWarning: fused_layernorm takes Python's autograd: libfused")
-    for printed, version in zip(others, versions, strict=True):
-        _, active, reason = printed.split("|")
-        assert active == "False"
-        assert version.rsplit(".", 1)[0] in reason or version in reason
-    assert "FusedAddLayerNormBackward" not in "".join([disabled, *others])
+    assert re.search(r"\|False\|.*2\.99", other)
+    assert "FusedAddLayerNormBackward" not in disabled + other
 
 
 # --- the operators, called by name ----------------------------------------------------------------

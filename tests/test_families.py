@@ -217,10 +217,14 @@ def test_autocast_gives_what_rms_norm_gives(device, x_dtype):
     x, gate, *_ = inputs(device, (4, 16), x_dtype)
     weight = torch.randn(16, device=device).to(F64 if x_dtype == F64 else BF16)
     with torch.autocast(device, BF16):
-        y = fl.rms_norm_gated(x, gate, weight)
-        assert y.dtype == fl.rms_norm(x, weight).dtype
-        assert fl.rms_norm(x, weight, group_size=8).dtype == y.dtype
-        assert fl.rms_norm_gated(x, gate, weight, out_dtype=F16).dtype == F16
+        y, z = fl.rms_norm_gated(x, gate, weight), fl.rms_norm(x, weight)
+        assert y.dtype == z.dtype == fl.rms_norm(x, weight, group_size=8).dtype
+        assert x_dtype != BF16 or z.dtype == F.rms_norm(x, (16,), weight).dtype
+        for norm in (
+            functools.partial(fl.rms_norm_gated, x, gate),
+            functools.partial(fl.rms_norm, x),
+        ):
+            assert norm(weight, out_dtype=F16).dtype == F16
     exact = formula(x.double(), gate, weight, eps=1e-7)
     torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
     assert torch.autograd.grad(y.float().sum(), gate)[0].dtype == x_dtype

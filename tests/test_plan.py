@@ -141,6 +141,14 @@ def check_forward(p, rows, cols, problem, chip):
         assert p["blocks"] == rows * p["blocks_per_row"]
 
 
+def check_team(p, vectors, dtype, collecting=0):
+    """Asserts that the threads of a team have all vectors of a row or slice."""
+    assert vectors <= p["team_threads"] * p["vecs"]
+    assert p["threads"] == p["teams"] * p["team_threads"] + collecting <= 512
+    of_all = (8,) if dtype is F64 else (16, 32) if p["width"] > 1 else (16,)
+    assert p.get("by_lanes") or p["vecs"] * p["width"] in of_all
+
+
 def check_backward(p, rows, cols, problem, _chip):
     x_size, y_size = problem["dtype"].itemsize, problem["y_dtype"].itemsize
     width = 16 // x_size if problem["aligned"] else 1
@@ -153,8 +161,7 @@ def check_backward(p, rows, cols, problem, _chip):
         assert p["shared_bytes"] >= 2 * cols * max(4, x_size)
     if strategy == "few_rows":
         assert problem["dtype"] != F64
-        assert vectors <= p["team_threads"] * p["vecs"]
-        assert p["teams"] * p["team_threads"] == p["threads"] <= 512
+        check_team(p, vectors, problem["dtype"])
         assert p["by_lanes"] or p["teams"] <= 15  # each has a hardware barrier
         assert (p["blocks"] - p["column_blocks"]) * p["teams"] >= rows
         assert (p["column_blocks"] > 0) == problem["needs_dparams"]
@@ -168,15 +175,10 @@ def check_backward(p, rows, cols, problem, _chip):
     if strategy in ("block", "split"):
         slice_cols = p.get("slice_cols", cols)
         slice_vectors = -(-slice_cols // width)
-        assert slice_vectors <= p["team_threads"] * p["vecs"]
         assert (p["team_threads"] - 32) * p["vecs"] < slice_vectors
-        if problem["dtype"] == F64:
-            assert p["vecs"] * width == 8
-        else:
-            assert p["vecs"] * width in ((16, 32) if width > 1 else (16,))
         assert p["stage_cols"] >= slice_cols
         collecting = 32 if strategy == "split" and p["has_collector"] else 0
-        assert p["threads"] == p["teams"] * p["team_threads"] + collecting <= 512
+        check_team(p, slice_vectors, problem["dtype"], collecting)
         if p["bulk"]:
             assert 1 <= p["stages"] <= 8
             ring = p["stages"] * p["teams"] * p["stage_cols"] * (x_size + y_size)
@@ -279,15 +281,13 @@ def check_groups(p, groups, group_rows, cols, problem):
     if p["strategy"] == "rows":
         assert group_rows == 1
         assert problem["dtype"] != F64
-        assert -(-cols // width) <= p["team_threads"] * p["vecs"]
-        assert p["threads"] == p["teams"] * p["team_threads"] <= 512
+        check_team(p, -(-cols // width), problem["dtype"])
         assert p["threads"] % 32 == 0
         assert p["by_lanes"] == (problem["aligned"] is True and cols <= 32 * width)
         assert not problem.get("gated") or width > 1
         if p["by_lanes"]:
             assert p["vecs"] == 2
         else:
-            assert p["vecs"] * width in ((16, 32) if width > 1 else (16,))
             most = 384 if p["vecs"] * width == 16 and not problem.get("gated") else 512
             assert p["team_threads"] <= most
         assert p["blocks"] == -(-rows // p["teams"])
@@ -295,13 +295,10 @@ def check_groups(p, groups, group_rows, cols, problem):
     elif p["strategy"] == "group":
         assert problem["dtype"] != F64
         assert group_rows > 1
-        assert -(-cols // width) <= p["team_threads"] * p["vecs"]
-        assert p["threads"] == p["teams"] * p["team_threads"] <= 512
+        check_team(p, -(-cols // width), problem["dtype"])
         assert p["teams"] <= 15  # each has a hardware barrier
         assert p["blocks"] == p["sets"] <= rows
-        columns = p["vecs"] * width
-        assert columns in ((16, 32) if width > 1 else (16,))
-        held = columns <= 16 and not problem.get("gated")
+        held = p["vecs"] * width <= 16 and not problem.get("gated")
         assert p["bulk"] or held
         ring = 0
         if p["bulk"]:
