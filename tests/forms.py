@@ -8,6 +8,7 @@ import reference
 import torch
 from families import F64, Channels, Gated, Groups
 from numerics import Problem, Tensors, make
+from numerics import ours as results_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_layernorm.ops import packed
@@ -206,3 +207,23 @@ class Calls(TorchDispatchMode):
         if func.namespace == "fused_layernorm":
             self.seen.append((func._opname, args))
         return func(*args, **(kwargs or {}))
+
+
+def calls_of(problem, device):
+    """The arguments of the operators by name that a problem calls, without gradients, with them,
+    and for a graph of them."""
+    t = make(problem, device)
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in t.inputs().items()}
+    with Calls() as seen:
+        results_of(t, backward=False)
+        results_of(t)
+        out = problem.forward(t.but(**leaves))
+        torch.autograd.grad(out, [*leaves.values()], t.gradients(), create_graph=True)
+    return dict(reversed(seen.seen))
+
+
+def arguments_of(operator, args):
+    """(name, its type, value) of every argument of a call."""
+    arguments = operator._schema.arguments
+    values = [*args, *(a.default_value for a in arguments[len(args) :])]
+    return [(a.name, str(a.type), v) for a, v in zip(arguments, values, strict=True)]

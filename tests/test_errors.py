@@ -14,7 +14,9 @@ from typing import Any
 import numerics
 import pytest
 import torch
-from numerics import covering
+from families import Gated, Heads, Packed, of_groups
+from forms import arguments_of, calls_of
+from numerics import Problem, covering
 from processes import run
 
 import fused_layernorm as fl
@@ -584,46 +586,26 @@ REFUSED: dict[str, Refused] = {
         ("bias", None, f"a gradient is asked for of a parameter {MISSING}"),
     ],
 }  # fmt: skip
-# The shapes and values of right arguments, by name; all other tensors are of (8,).
+OF_SUM: dict[str, Any] = {"residual_dtype": F32}
+OF_GATED_SUM: dict[str, Any] = OF_SUM | dict.fromkeys(("gate", "shift", "scale_by"), (8,))
+# Problems that call the operators with right arguments of these shapes.
 RIGHT: dict[str, Any] = {
-    **dict.fromkeys(("dy", "x", "input", "dresidual", "dresidual_out"), (4, 8)),
-    "mean": (4, 1), "rstd": (4, 1), "cos": (4, 4), "sin": (4, 4),
-    "dq_out": (1, 4, 3, 8), "q": (1, 4, 3, 8), "dk_out": (1, 4, 2, 8), "k": (1, 4, 2, 8),
-    "normalized_ndim": 1, "rotary_dim": 8, "seq_dim": 1, "eps": 1e-5, "statistic": "layer",
-    "weight_offset": 0.0, "output_scale": 1.0, "num_groups": 2, "group_size": 4,
-    "gate_activation": "silu",
-}  # fmt: skip
-OTHERS: dict[str, dict[str, Any]] = {
-    "qk_norm_rope_backward": {"statistic": "rms"},
-    "qkv_norm_rope_backward": {
-        "statistic": "rms",
-        "qkv": (1, 4, 9, 8),
-        "dk_out": (1, 4, 3, 8),
-        "dv": (1, 4, 3, 8),
-        "num_kv_heads": 3,
-        "size": [1, 4, 9, 8],
-        "stride": [288, 72, 8, 1],
-    },
-    "group_norm_backward": dict.fromkeys(("shift", "scale"), (4, 8))
-    | {"mean": (4, 2), "rstd": (4, 2)},
-    "rms_norm_gated": {"gate": (4, 8)},
-    "rms_norm_gated_backward": {"gate": (4, 8), "rstd": (4, 2)},
+    "layer_norm_backward": Problem((4, 8), activation="silu", **OF_SUM),
+    "ada_layer_norm_backward": Problem((4, 8), **{**OF_GATED_SUM, "gate": None}),
+    "add_ada_layer_norm_backward": Problem((4, 8), **OF_GATED_SUM),
+    "gate_backward": Problem((4, 8), **OF_GATED_SUM),
+    "qk_norm_rope_backward": Heads((1, 4, 8), heads=(3, 2), affine="both"),
+    "qkv_norm_rope_backward": Packed((1, 4, 8), heads=(3, 3), affine="both"),
+    "group_norm_backward": of_groups((4, 8), 2, modulation="both"),
+    **dict.fromkeys(("rms_norm_gated", "rms_norm_gated_backward"), Gated((4, 8), group_size=4)),
 }
 
 
 def right_arguments(overload, device):
     """Right arguments of an operator, by the names of its schema."""
-    right = RIGHT | OTHERS.get(overload._opname, {})
-    found: dict[str, Any] = {}
-    for argument in overload._schema.arguments:
-        name, kind = argument.name, str(argument.type)
-        if "Tensor" in kind:
-            found[name] = torch.ones(right.get(name, (8,)), device=device)
-        elif kind == "bool":
-            found[name] = name.startswith("needs_")
-        else:  # scale is the output's
-            found[name] = right.get(name, 1.0 if name == "scale" else None)
-    return found
+    name = overload._opname
+    given = arguments_of(overload, calls_of(RIGHT[name], device)[name])
+    return {argument: value for argument, _, value in given}
 
 
 @pytest.mark.gpu
@@ -644,6 +626,7 @@ def test_operators_refuse_on_cuda(operator, what, value, sentence):
             overload(*{**given, **asked}.values())
 
 
+@pytest.mark.cpu_operators
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
 @pytest.mark.parametrize(
     ("operator", "what"),

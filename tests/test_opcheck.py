@@ -28,8 +28,8 @@ from families import (
     of_heads,
     over_channels,
 )
-from forms import Calls
-from numerics import EVERY, QUICK, Problem, covering, make, modulated, ours
+from forms import Calls, arguments_of, calls_of
+from numerics import EVERY, QUICK, Problem, covering, modulated
 from torch.library import opcheck
 
 import fused_layernorm as fl
@@ -108,37 +108,17 @@ OF_ALL: list[Any] = [
 ]  # fmt: skip
 
 
-def calls_of(problem, device):
-    """The arguments of the operators by name that a problem calls, without gradients, with them,
-    and for a graph of them."""
-    t = make(problem, device)
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in t.inputs().items()}
-    with Calls() as seen:
-        ours(t, backward=False)
-        ours(t)
-        out = problem.forward(t.but(**leaves))
-        torch.autograd.grad(out, [*leaves.values()], t.gradients(), create_graph=True)
-    return dict(reversed(seen.seen))
-
-
-def named(operator, args):
-    """(name, its type, value) of every argument of a call."""
-    arguments = operator._schema.arguments
-    values = [*args, *(a.default_value for a in arguments[len(args) :])]
-    return [(a.name, str(a.type), v) for a, v in zip(arguments, values, strict=True)]
-
-
 def with_options(operator, args):
     return [
         OPTIONS.get(name, value) if "Tensor" not in kind else value
-        for name, kind, value in named(operator, args)
+        for name, kind, value in arguments_of(operator, args)
     ]
 
 
 def variants(operator, args):
     """The call; without dresidual; asked for one of its gradients, or for some."""
     yield [*args]
-    names = [name for name, *_ in named(operator, args)]
+    names = [name for name, *_ in arguments_of(operator, args)]
     if "dresidual" in names:
         yield [None if name == "dresidual" else v for name, v in zip(names, args, strict=False)]
     flags = [i for i in range(len(args)) if names[i][:6] == "needs_" and args[i]]
@@ -171,7 +151,7 @@ def test_opcheck(device, problem):
             value.detach().requires_grad_(has_graph and argument not in ("mean", "rstd"))
             if isinstance(value, torch.Tensor)
             else value
-            for argument, _, value in named(operator, args)
+            for argument, _, value in arguments_of(operator, args)
         ]
         opcheck(operator, tuple(given), test_utils=checks)
         for variant in variants(operator, given) if is_default or problem in OTHERS else ():
