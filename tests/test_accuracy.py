@@ -64,6 +64,8 @@ ROWS = [
     *(Problem((40, cols), *dtypes, activation=activation, scale=-1.75)
       for cols, activation, dtypes in covering((33, 64, 1024, 5000), ACTIVATIONS, WIDE)),
     Problem((4, 8), activation="gelu", scale=0),
+    # A weight of zero has a gradient. y could not give it, because y lacks x there.
+    Problem((50, 64), affine_scale=0.0), Problem((50, 64), affine_scale=0.0, activation="silu"),
     *(Problem((40, 96), activation=activation, affine=affine, scale=0.5)
       for activation in ACTIVATIONS[1:] for affine in AFFINE),
     # Small weights make small pre-activations, whose errors are judged by their own size.

@@ -263,11 +263,17 @@ def test_nan_stays_where_pytorch_leaves_it(device, problem):
                 assert torch.equal(result.isnan(), expected[name].isnan()), name
 
 
-def test_one_column_and_constant_rows_give_shift(device):
-    for cols in (1, 8):
+def test_modulations_of_constant_rows_and_of_nan(device):
+    """One column and constant rows give shift; NaN and Inf of modulations stay in their sample."""
+    for cols, value in ((1, NAN), (8, INF)):
         t = make(modulated((3, 4, cols), affine="none"), device)
         t.x = t.x if cols == 1 else torch.ones_like(t.x)
         assert torch.equal(ours(t, backward=False)["y"], t.shift.expand(t.x.shape))
+        t = make(modulated((3, 4, 16), affine="none"), device)
+        t.scale[1, 0, 3] = t.shift[2, 0, 5] = value
+        y, stock = (run(t, backward=False)["y"] for run in (ours, numerics.stock))
+        assert torch.equal(y.isnan(), stock.isnan())
+        assert torch.equal(y.isinf(), stock.isinf())
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=ids)
@@ -286,15 +292,6 @@ def test_nan_and_inf_propagate_as_in_pytorch(device, cols, dtype):
         found, stock = ours(t), numerics.stock(t)
         for name in ("dx", "dweight", "dbias"):
             assert torch.equal(found[name].isfinite(), stock[name].isfinite()), name
-
-
-def test_nan_and_inf_of_modulations_stay_in_their_sample(device):
-    for value in (NAN, INF):
-        t = make(modulated((3, 4, 16), affine="none"), device)
-        t.scale[1, 0, 3] = t.shift[2, 0, 5] = value
-        y, stock = (run(t, backward=False)["y"] for run in (ours, numerics.stock))
-        assert torch.equal(y.isnan(), stock.isnan())
-        assert torch.equal(y.isinf(), stock.isinf())
 
 
 # ---- round_before_weight.

@@ -156,16 +156,6 @@ def test_a_large_constant_row(request, plans, strategy, cols, rows):
     torch.testing.assert_close(dx.double(), expected, rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_zero_weight_has_a_gradient(device, zero):
-    """dweight is computed from x. y could not give it, because y lacks x where weight is zero."""
-    t = numerics.make(Problem((50, 64)), device)
-    t.weight[::2] = zero
-    found, expected = ours(t), numerics.exact(t)
-    torch.testing.assert_close(found["dx"].double(), expected["dx"], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found["dweight"].double(), expected["dweight"], rtol=1e-5, atol=1e-4)
-
-
 # ---- Bits that do not depend on the way.
 
 
