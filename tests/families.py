@@ -72,11 +72,11 @@ class Channels(Problem):
             t[name] = self.LAYOUTS[layout](t[name].movedim(-1, 1)).movedim(1, -1)
         return t
 
-    def forward(self, t):
+    def forward(self, t, **options):
         if self.by_view:
             return super().forward(t)
-        norm = self.function(normalized_shape=None, dim=1)
-        return (norm(t.x.movedim(-1, 1), t.weight, t.bias)[0].movedim(1, -1),)
+        whole = t.but(x=t.x.movedim(-1, 1))
+        return (super().forward(whole, normalized_shape=None, dim=1, **options)[0].movedim(1, -1),)
 
     def check_strides(self, t, results):
         if self.by_view:
@@ -102,6 +102,7 @@ class Groups(Call):
     LAYOUTS = {  # noqa: RUF012
         **ORDERS,
         "positions turned": lambda x: x.movedim(2, -1).contiguous().movedim(-1, 2),
+        "turned": lambda x: swapped(x, 1, -1),
         "misaligned channels_last": lambda x: misaligned(x.movedim(1, -1)).movedim(-1, 1),
         "slice of channels_last": lambda x: within(x.movedim(1, -1), -1, 1, 1).movedim(-1, 1),
         "expanded": lambda x: x[:1].expand(x.shape),
@@ -219,9 +220,11 @@ class Gated(Call):
         options = {**self.form, "out_dtype": self.out_dtype, "round_before_weight": self.rounds}
         return (fl.rms_norm_gated(t.x, t.gate, t.weight, self.eps, bias=t.bias, **options),)
 
-    def formula(self, t):
+    def formula(self, t, rounding=None):
         given = (getattr(t, name) for name in self.NAMES)
-        return (formulas.rms_norm_gated(*given, self.eps, **self.form),)
+        if rounding is not None:
+            rounding = (rounding, torch.promote_types(rounding, self.weight_dtype or rounding))
+        return (formulas.rms_norm_gated(*given, self.eps, rounding=rounding, **self.form),)
 
     stock = formula  # elementary functions of PyTorch, in its tensors' type
 

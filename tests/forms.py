@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norms as functions of their tensors, and the same by reference.py."""
+"""The norms of numerics.py and families.py as functions of their tensors, and their formulas."""
 
+from dataclasses import replace
 from typing import Any
 
 import reference
 import torch
+from families import F64, Channels, Gated, Groups
+from numerics import Problem, Tensors, make
+from numerics import ours as results_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fused_layernorm
 from fused_layernorm.ops import packed
 
 # By kind, the tensors in the order of the functions' and the operators' arguments.
@@ -40,24 +43,45 @@ TAKE_ACTIVATIONS = ("plain", "residual", "groups", "channels")
 ROWS = {"plain": 1, "residual": 2, "modulated": 1, "gated": 3}  # tensors before normalized_ndim
 
 
-def tensors(kind, device="cpu", shape=(2, 3, 4), dtype=torch.float64, other=False):
-    """The tensors of a kind. Each modulation broadcasts differently, and otherwise if `other`."""
+def problem(kind, shape=(2, 3, 4), *, other=False, **options) -> Any:
+    """A call. Each modulation broadcasts differently, and otherwise if `other`."""
     batch, rows, cols = shape
-    sizes = {"x": shape, "residual": shape, "weight": (cols,), "bias": (cols,)}
-    if other:
-        sizes |= {"gate": (batch, 1, 1), "shift": (), "scale": shape}
-    else:
-        sizes |= {"gate": (cols,), "shift": (batch, 1, cols), "scale": (rows, 1)}
+    if kind == "groups":
+        sizes = (batch, 2 * rows, cols)
+        return Groups(sizes, F64, groups=2, modulation="both", **options)
     if kind == "gates":
-        sizes["gate"] = shape
-    elif kind in OTHERS:
-        channels = 2 * rows
-        sizes = {"x": (batch, channels, cols), "weight": (channels,), "bias": (channels,)}
-        sizes |= {"shift": (batch, channels, 1), "scale": (batch, channels)}
-    elif kind in HEADS:
-        sizes = dict.fromkeys(HEADS[kind], (4,))
+        return Gated(shape, F64, **options)
+    if kind == "channels":
+        return Channels((batch, cols, 2 * rows), F64, **options)
+    if "residual" in NAMES[kind]:
+        options["residual_dtype"] = F64
+    if "shift" in NAMES[kind]:
+        options |= {"shift": () if other else (batch, 1, cols)}
+        options |= {"scale_by": shape if other else (rows, 1)}
+    if "gate" in NAMES[kind]:
+        options["gate"] = (batch, 1, 1) if other else (cols,)
+    return Problem(shape, F64, **options)
+
+
+def tensors(kind, device="cpu", shape=(2, 3, 4), dtype=torch.float64, other=False):
+    """The tensors of a kind."""
+    batch, rows, _ = shape
+    if kind in HEADS:
+        sizes: dict[str, Any] = dict.fromkeys(HEADS[kind], (4,))
         sizes |= {name: (batch, rows, n, 4) for name, n in (("q", 2), ("k", 1), ("qkv", 4))}
-    return tuple(torch.randn(sizes[name], device=device, dtype=dtype) for name in WITH_HEADS[kind])
+        return tuple(torch.randn(sizes[n], device=device, dtype=dtype) for n in HEADS[kind])
+    t = make(problem(kind, shape, other=other), device)
+    if kind == "channels":
+        t.x = t.x.movedim(-1, 1)
+    return tuple(getattr(t, name).to(dtype).contiguous() for name in ALL_NAMES[kind])
+
+
+def named(kind, given, options):
+    """The tensors of a call of a kind, by name."""
+    t = Tensors(problem(kind, **options), **dict(zip(ALL_NAMES[kind], given, strict=True)))
+    if kind == "channels":
+        t.x = t.x.movedim(1, -1)
+    return t.but(problem=replace(t.problem, shape=tuple(t.x.shape)))
 
 
 def _angles(x):
@@ -101,76 +125,34 @@ def stock(kind, **how):
     F.layer_norm takes mean and rstd as constants, so that its third derivative is wrong.
     """
 
-    if kind in HEADS:
-        return _stock_of_heads(kind, **how)
-    of: Any = reference  # without types: mypy cannot count tensors that are passed with a star
-
-    def call(x, *given):
-        if kind == "groups":
-            y = of.group_norm(x, 2, *given, 1e-5, **how).y
-        elif kind == "gates":
-            y = of.rms_norm_gated(x, *given, **how)
-        else:
-            y = of.layer_norm(x.movedim(1, -1), 1, *given, 1e-5, **how).y.movedim(-1, 1)
-        return (y,)
-
-    return call if kind in OTHERS else _stock(kind, **how)
-
-
-def _stock(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0):
     def call(*given):
-        t = dict(zip(NAMES[kind], given, strict=True))
-        total = t["x"]
-        if "residual" in t:
-            gate = t.get("gate")
-            total = t["residual"] + (total if gate is None else gate * total)
-        y = reference.layer_norm(
-            total, 1, t["weight"], t["bias"], 1e-5, activation, factor, shift=t.get("shift"),
-            scale=t.get("scale"), statistic=statistic, weight_offset=offset,
-        ).y.to(total.dtype)  # fmt: skip
-        return (y, total) if "residual" in t else (y,)
+        t = named(kind, given, how)
+        has_residual = "residual" in ALL_NAMES[kind]
+        if has_residual:
+            gate = getattr(t, "gate", None)
+            t.x = t.residual + (t.x if gate is None else gate * t.x)
+        y = t.problem.formula(t)[0].to(t.x.dtype)
+        y = y.movedim(-1, 1) if kind == "channels" else y
+        return (y, t.x) if has_residual else (y,)
 
-    return call
+    return _stock_of_heads(kind, **how) if kind in HEADS else call
 
 
 def ours(kind, **how):
     """The same by this package's function of that kind."""
-    if kind in HEADS:
-        return _of_heads(kind, **how)
-    functions: dict[str, Any] = {
-        "groups": lambda x, *given: fused_layernorm.ada_group_norm(x, 2, *given, **how),
-        "gates": lambda x, gate, weight, bias: fused_layernorm.rms_norm_gated(
-            x, gate, weight, 1e-5, bias=bias, **how
-        ),
-        "channels": lambda x, *given: fused_layernorm.layer_norm(x, *given, dim=1, **how),
-    }
-    return (lambda *given: (functions[kind](*given),)) if kind in OTHERS else _ours(kind, **how)
-
-
-def _ours(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0, eps=1e-5, **options):
-    if kind in ("modulated", "gated"):
-        name, fused = OPERATORS[kind], {"statistic": statistic}
-    else:
-        name = OPERATORS[kind].replace("layer", statistic)
-        fused = {"activation": activation, "scale": factor}
-    function = getattr(fused_layernorm, name)
 
     def call(*given):
-        rows, (*modulations, weight, bias) = given[: ROWS[kind]], given[ROWS[kind] :]
-        named: dict[str, Any] = {"normalized_shape": given[0].shape[-1:], **fused, **options}
-        if name.endswith("rms_norm"):
-            out = function(*rows, weight, eps, bias=bias, weight_offset=offset, **named)
-        else:
-            out = function(*rows, *modulations, weight, bias, eps, **named)
-        return out if isinstance(out, tuple) else (out,)
+        t = named(kind, given, how)
+        out = t.problem.forward(t)
+        return (out[0].movedim(-1, 1),) if kind == "channels" else out
 
-    return call
+    return _of_heads(kind, **how) if kind in HEADS else call
 
 
-def operator(kind, suffix="", *, activation=None, factor=1.0):
+def operator(kind, suffix="", *, activation=None, scale=1.0):
     """The same by the operator, called by its name; "_forward" is that with statistics."""
     overload = getattr(torch.ops.fused_layernorm, OPERATORS[kind] + suffix).default
-    options = (activation, factor) if kind in ("plain", "residual") else ()
+    options = (activation, scale) if kind in ("plain", "residual") else ()
 
     def call(*given):
         rows = ROWS[kind]
@@ -225,3 +207,23 @@ class Calls(TorchDispatchMode):
         if func.namespace == "fused_layernorm":
             self.seen.append((func._opname, args))
         return func(*args, **(kwargs or {}))
+
+
+def calls_of(problem, device):
+    """The arguments of the operators by name that a problem calls, without gradients, with them,
+    and for a graph of them."""
+    t = make(problem, device)
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in t.inputs().items()}
+    with Calls() as seen:
+        results_of(t, backward=False)
+        results_of(t)
+        out = problem.forward(t.but(**leaves))
+        torch.autograd.grad(out, [*leaves.values()], t.gradients(), create_graph=True)
+    return dict(reversed(seen.seen))
+
+
+def arguments_of(operator, args):
+    """(name, its type, value) of every argument of a call."""
+    arguments = operator._schema.arguments
+    values = [*args, *(a.default_value for a in arguments[len(args) :])]
+    return [(a.name, str(a.type), v) for a, v in zip(arguments, values, strict=True)]

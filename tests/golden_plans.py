@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is planned for many problems, in golden_plans.txt, whose diff shows what a change of plans
-does. tests/test_plan.py compares it. It is made anew by
+"""What is planned for many problems, in golden_plans.txt, and the whole plans of some, in
+whole_plans.txt. Their diffs show what a change of plans does; tests/test_plan.py compares them, and
+they are made anew by
 
     python tests/golden_plans.py --reason "why the plans change"
 
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 FILE = Path(__file__).with_suffix(".txt")
+WHOLE = FILE.with_name("whole_plans.txt")
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 DEVICES = {
     "T4": {"capability": 75, "sms": 40, "shared_memory": 65536, "l2_bytes": 4 << 20},
@@ -68,16 +70,21 @@ LETTERS = {"width": "w", "vecs": "v", "lanes": "l", "teams": "n", "stages": "s",
 FLAGS = ("early", "has_collector", "stays_in_l2", "chain_rows")
 
 
-def plan(rows, cols, dtype=F32, *, device="H100", **problem):
-    text = torch.ops.fused_layernorm._plan(rows, cols, dtype, **DEVICES[device], **problem)
+def _planned(operator, *args, device="H100", **problem):
+    text = getattr(torch.ops.fused_layernorm, operator)(*args, **DEVICES[device], **problem)
     return json.loads(text)
 
 
-def group_plan(samples, channels, positions, groups, dtype=BF16, *, device="H100", **problem):
-    text = torch.ops.fused_layernorm._plan_groups(
-        samples, channels, positions, groups, dtype, **DEVICES[device], **problem
-    )
-    return json.loads(text)
+def plan(rows, cols, dtype=F32, **problem):
+    return _planned("_plan", rows, cols, dtype, **problem)
+
+
+def group_plan(samples, channels, positions, groups, dtype=BF16, **problem):
+    return _planned("_plan_groups", samples, channels, positions, groups, dtype, **problem)
+
+
+def gated_plan(rows, cols, groups=1, dtype=BF16, **problem):
+    return _planned("_plan_gated", rows, cols, groups, dtype, **problem)
 
 
 def words_of_groups(p):
@@ -165,6 +172,30 @@ def group_lines():
                     yield f"{direction} groups {name}, {channels} channels; {of} to {text}"
 
 
+# What problems in whole_plans.txt have beside those words.
+MORE_WORDS: dict[str, Any] = {
+    "backward": {"backward": True}, "bias": {"bias": True}, "no-dweight": {"needs_dweight": False},
+    "channels_last": {"channels_last": True},
+}  # fmt: skip
+
+
+def whole_lines():
+    """The lines of whole_plans.txt, in which each problem stands in front of its plan."""
+    planners: dict[str, Any] = {"rows": plan, "groups": group_plan, "gates": gated_plan}
+    for line in WHOLE.read_text().splitlines():
+        if line.startswith("#"):
+            yield line
+            continue
+        text = line.partition(":")[0]
+        family, *words = text.split(" ")
+        problem: dict[str, Any] = {}
+        for word in (word for word in words if not word.isdigit()):
+            name, has_value, value = word.partition("=")
+            problem |= {name: int(value)} if has_value else (WORDS | MORE_WORDS)[name]
+        sizes = (int(word) for word in words if word.isdigit())
+        yield f"{text}: {json.dumps(planners[family](*sizes, **problem))}"
+
+
 def lines():
     """The golden file's lines, each of one problem: all rows of some columns, or all columns."""
     for direction, problems in (("forward", BOTH), ("backward", BOTH + BACKWARD)):
@@ -213,6 +244,7 @@ def main():
     text = "".join(f"{line}\n" for line in lines())
     new = counts(text)
     FILE.write_text(f"# {reason}\n{text}")
+    WHOLE.write_text("".join(f"{line}\n" for line in [*whole_lines()]))
     for strategy in sorted({*old, *new}):
         print(f"{strategy:<10} {old[strategy]:>6} -> {new[strategy]}")
 

@@ -12,7 +12,7 @@ A new family of norms is a subclass of Call, here or in families.py, with
     NAMES, OUTPUTS   what a call is given; its results, with the names of their gradients
     draw(randn)      the tensors of a problem, by name, from its fields
     forward(t)       our results, as a tuple
-    formula(t)       the same by reference.py, of float64 tensors
+    formula(t)       the same by reference.py, of float64 tensors, perhaps with round_before_weight
     stock(t)         the same by PyTorch's own functions, of float32 tensors
 
 and what is not as by default: dtype_of, OF_ROWS (results that do not depend on a row's batch),
@@ -28,11 +28,12 @@ from dataclasses import KW_ONLY, dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import forms
 import pytest
 import reference
 import torch
 import torch.nn.functional as F
+
+import fused_layernorm as fl
 
 FACTOR = 1.25  # of PyTorch's error
 GREATEST_FACTOR = 2.0  # of PyTorch's greatest error
@@ -156,7 +157,7 @@ class Call:
     mean: float = 0.0
     eps: float = EPS
     weight_offset: float = 0.0
-    rounds: bool = False  # round_before_weight, which check() judges of heads alone
+    rounds: bool = False  # round_before_weight (test_every_norm.py), which check() judges of heads
     layout: str = "contiguous"  # of x and dy, or any other of LAYOUTS
     dy_layout: str | None = None  # by default layout
     forced: tuple[str | None, str | None] = (None, None)  # the strategies of the two directions
@@ -238,6 +239,7 @@ LAYOUTS: dict[str, Any] = {
     "contiguous": lambda x: x, "chunk": lambda x: torch.cat([x] * 6, -1).chunk(6, -1)[2],
     "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
     "transposed": lambda x: swapped(x, -1, -2) if x.dim() > 1 else x, "misaligned": misaligned,
+    "expanded": lambda x: x[:1].expand(x.shape) if x.dim() else x,
 }  # fmt: skip
 
 
@@ -371,36 +373,33 @@ class Problem(Call):
             t[name] = None if t[name] is None else self.LAYOUTS[layout](t[name])
         return t
 
-    @property
-    def kind(self):
-        """The kind in forms.NAMES, which says what tensors the function takes, in which order."""
-        if self.is_ada:
-            return "modulated" if self.residual_dtype is None else "gated"
-        return "plain" if self.residual_dtype is None else "residual"
+    def forward(self, t, **options):
+        rows = [u for u in (t.x, t.residual) if u is not None]
+        add = "add_" * (t.residual is not None)
+        how: Any = {"normalized_shape": self.normalized_shape, "out_dtype": self.out_dtype}
+        if self.is_ada and self.activation is None and self.scale == 1.0:
+            given = (*rows, *[t.gate] * bool(add), t.shift, t.scale, t.weight, t.bias, self.eps)
+            how |= {"statistic": self.statistic, **options}
+            out = getattr(fl, f"{add}ada_layer_norm")(*given, **how)
+        else:
+            how |= {"activation": self.activation, "scale": self.scale, **options}
+            how |= {"gate": t.gate} if self.gate is not None else {}  # of a sum alone
+            if self.statistic == "layer":
+                out = getattr(fl, f"{add}layer_norm")(*rows, t.weight, t.bias, self.eps, **how)
+            else:
+                how |= {"weight_offset": self.weight_offset, "round_before_weight": self.rounds}
+                how |= {"group_size": self.group_size} if self.group_size else {}
+                norm = getattr(fl, f"{add}rms_norm")
+                out = norm(*rows, t.weight, self.eps, bias=t.bias, **how)
+        return out if isinstance(out, tuple) else (out,)
 
-    def function(self, **options) -> Any:
-        """Our function of the tensors of that kind."""
-        return forms.ours(self.kind, **{
-            "statistic": self.statistic, "activation": self.activation, "factor": self.scale,
-            "offset": self.weight_offset, "eps": self.eps, "out_dtype": self.out_dtype,
-            "normalized_shape": self.normalized_shape, **options,
-            **({"round_before_weight": True} if self.rounds else {}),
-            **({"group_size": self.group_size} if self.group_size else {}),
-        })  # fmt: skip
-
-    def forward(self, t):
-        if self.gate is not None and (self.activation or self.scale != 1.0):
-            # Only add_layer_norm and add_rms_norm have an activation beside a gate.
-            add = replace(self, gate=None).function(gate=t.gate)
-            return add(t.x, t.residual, t.weight, t.bias)
-        return self.function()(*(getattr(t, name) for name in forms.NAMES[self.kind]))
-
-    def formula(self, t):
+    def formula(self, t, rounding=None):
         x, *parameters = (self.in_groups(u) for u in (t.x, t.weight, t.bias))
         ndim = self.normalized_ndim if self.group_size is None else 1
         options = (ndim, *parameters, self.eps, self.activation, self.scale)
         kind: Any = {"statistic": self.statistic, "weight_offset": self.weight_offset}
-        y = reference.layer_norm(x, *options, shift=t.shift, scale=t.scale, **kind).y
+        kind |= {"shift": t.shift, "scale": t.scale, "rounding": rounding}
+        y = reference.layer_norm(x, *options, **kind).y
         return (y.reshape(t.x.shape),)
 
     def in_groups(self, tensor):

@@ -77,16 +77,6 @@ def layer_norm(
     return Forward(activation_value(u, activation) * output_scale, mean, rstd)
 
 
-def layer_norm_backward(dy, x, normalized_ndim, weight=None, bias=None, eps=1e-5, **options):
-    """dx, dweight and dbias in float64."""
-    shape = x.shape[x.dim() - normalized_ndim :]
-    given = (x, x.new_ones(shape) if weight is None else weight,
-             x.new_zeros(shape) if bias is None else bias)  # fmt: skip
-    x, weight, bias = leaves = [t.detach().double().requires_grad_() for t in given]
-    y = layer_norm(x, normalized_ndim, weight, bias, eps, **options).y
-    return torch.autograd.grad(y, leaves, dy.double())
-
-
 def add(input, residual):
     """residual_out: the sum in float32 (float64 if either is), rounded to residual's dtype.
 

@@ -64,6 +64,8 @@ ROWS = [
     *(Problem((40, cols), *dtypes, activation=activation, scale=-1.75)
       for cols, activation, dtypes in covering((33, 64, 1024, 5000), ACTIVATIONS, WIDE)),
     Problem((4, 8), activation="gelu", scale=0),
+    # A weight of zero has a gradient. y could not give it, because y lacks x there.
+    Problem((50, 64), affine_scale=0.0), Problem((50, 64), affine_scale=0.0, activation="silu"),
     *(Problem((40, 96), activation=activation, affine=affine, scale=0.5)
       for activation in ACTIVATIONS[1:] for affine in AFFINE),
     # Small weights make small pre-activations, whose errors are judged by their own size.
@@ -165,6 +167,10 @@ FORWARD_ON_CUDA = [
       for options in ({"activation": "silu"}, {"weight_offset": 1.0}, {"affine": "none"},
                       {"affine": "weight"}, {"mean": 1000.0},
                       {**rms, "weight_offset": 1.0, "affine": "weight"})),
+    # Any number of blocks a row, also where most blocks and measurers have no columns.
+    *(Problem((70, cols), forced=(f"ring blocks_per_row={blocks} long={long}", None))
+      for cols, blocks, long in covering(
+          [8, 2048, 4104, 16_392], [1, 2, 3, 7, 33, 132], [0, 1])),
     *(Problem((36, cols), dtype, statistic=statistic)
       for cols in (4, 60, 356, 512, 924, 1492, 3196) for dtype in (BF16, F16)
       for statistic in ("layer", "rms")),

@@ -18,11 +18,9 @@ from typing import Any
 import forms
 import pytest
 import torch
-from numerics import ACTIVATIONS
 from processes import run
 from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import vmap
 
 import fused_layernorm
 from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm
@@ -134,125 +132,21 @@ def test_which_library_a_fresh_process_loads(tmp_path):
     for library in (tmp_path / "poisoned" / PACKAGE.name / "autograd").glob("*.so"):
         library.write_bytes(b"\x7fELF and nothing more")
     whole, poisoned = str(tmp_path / "whole"), str(tmp_path / "poisoned")
-    versions = ["2.99.0", "2.13.0a0+git1", "2.10.0.dev20250101"]
-    scenarios = [(whole, "", ""), (whole, "", "1"), (poisoned, "", "")]
-    scenarios += [(poisoned, version, "") for version in versions]
-    loaded, disabled, broken, *others = run(TRAIN, SCENARIOS=scenarios)[0].splitlines()
+    scenarios = [(whole, "", ""), (whole, "", "1"), (poisoned, "", ""), (poisoned, "2.99.0", "")]
+    loaded, disabled, broken, other = run(TRAIN, SCENARIOS=scenarios)[0].splitlines()
     assert loaded.startswith("FusedAddLayerNormBackward|True|compiled for torch")
     assert disabled.endswith(f"|False|{autograd_library.DISABLE}=1")
     assert broken.startswith("UserWarning: fused_layernorm takes Python's autograd: libfused")
-    for printed, version in zip(others, versions, strict=True):
-        _, active, reason = printed.split("|")
-        assert active == "False"
-        assert version.rsplit(".", 1)[0] in reason or version in reason
-    assert "FusedAddLayerNormBackward" not in "".join([disabled, *others])
+    assert re.search(r"\|False\|.*2\.99", other)
+    assert "FusedAddLayerNormBackward" not in disabled + other
 
 
 # --- the operators, called by name ----------------------------------------------------------------
 
 
-def statistics(x):
-    """(mean, rstd) as values: backward differentiates them as functions of x."""
-    x = x.detach()
-    mean = x.mean(-1, keepdim=True)
-    return mean, ((x - mean).square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-
-
 def only(i, count):
     """A mask that asks for one of so many gradients."""
     return tuple(i == j for j in range(count))
-
-
-def assert_has_only(found, needs):
-    assert tuple(out.requires_grad for out in found) == needs
-    assert tuple(out.numel() > 0 for out in found) == needs
-
-
-# The operators of backward: of these kinds, with these activations.
-BACKWARD = {activation or "plain": ("plain", activation) for activation in ACTIVATIONS}
-BACKWARD |= {kind: (kind, None) for kind in ("modulated", "gated")}
-
-
-def backward_tensors(kind, device):
-    """dy, x, dresidual, with a gate the two tensors that it multiplies, and the parameters.
-
-    dresidual and each parameter may be absent. There are as many gradients as tensors after x.
-    """
-    t = dict(zip(forms.NAMES[kind], forms.tensors(kind, device, (2, 2, 3)), strict=True))
-    past = [t["x"], t["gate"]] if kind == "gated" else []
-    x = t["residual"] + t["gate"] * t["x"] if past else t["x"]
-    parameters = [t[name] for name in forms.NAMES[kind][forms.ROWS[kind] :]]
-    return [torch.randn_like(x), x, torch.randn_like(x), *past, *parameters]
-
-
-def backward(name, tensors, needs):
-    """What the operator gives for these tensors, as a function of x, too."""
-    kind, activation = BACKWARD[name]
-    dy, x, dresidual, *others = tensors
-    past, parameters = (others[:2], others[2:]) if kind == "gated" else ([], others)
-    args = [dy, x, *past, 1, *statistics(x), *parameters, dresidual]
-    args += [activation, 0.5] if kind == "plain" else []
-    return getattr(ops, forms.OPERATORS[kind] + "_backward")(*args, *needs)
-
-
-@pytest.mark.parametrize("name", BACKWARD)
-def test_backward_operators_have_derivatives_of_their_own(device, name):
-    """Forward mode among them; with all tensors, and with each that may be absent left out."""
-    kind, _ = BACKWARD[name]
-    given = backward_tensors(kind, device)
-    parameters = range(5 if kind == "gated" else 3, len(given))
-    for absent in (None, 2, *parameters):
-        present = [i for i in range(len(given)) if i != absent]
-        needs = [True] * (len(given) - 2)
-        if absent is not None and absent > 2:
-            needs[absent - len(given)] = False
-
-        def call(*leaves, present=present, needs=needs):
-            full: list[Any] = [None] * len(given)
-            for i, leaf in zip(present, leaves, strict=True):
-                full[i] = leaf
-            found = backward(name, full, needs)
-            return [out for out, needed in zip(found, needs, strict=True) if needed]
-
-        leaves = forms.leaves([given[i] for i in present])
-        fast = {"fast_mode": absent is not None}
-        assert gradcheck(call, leaves, check_forward_ad=True, **fast)
-        # The gradients do not depend on shift. Autograd in Python gives it a zero that requires
-        # grad, of which gradgradcheck loses count.
-        if name in ("modulated", "gated") and len(given) - 4 in present:
-            leaves[present.index(len(given) - 4)].requires_grad_(False)
-        assert gradgradcheck(call, leaves, fast_mode=True)
-
-    leaves, count = forms.leaves(given), len(given) - 2
-    with torch.no_grad():
-        everything = backward(name, leaves, [True] * count)
-    for i in range(count):
-        found = backward(name, leaves, only(i, count))
-        assert_has_only(found, only(i, count))
-        torch.testing.assert_close(found[i], everything[i])
-        (gradient,) = torch.autograd.grad(found[i].pow(2).sum(), leaves[0])
-        assert gradient.abs().sum() > 0
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1, 3), (2, 1), (2, 2, 3)])
-def test_gradients_of_the_gate(device, shape):
-    sizes = [(2, 2, 3), (2, 2, 3), shape]
-    leaves = [torch.randn(s, device=device, dtype=F64, requires_grad=True) for s in sizes]
-    dresidual_out, input, gate = leaves
-
-    def both(*tensors):
-        return ops.gate_backward(*tensors, True, True)
-
-    assert gradcheck(both, leaves, check_forward_ad=True)
-    assert gradgradcheck(both, leaves)
-    dinput, dgate = both(*leaves)
-    torch.testing.assert_close(dinput, gate * dresidual_out)
-    torch.testing.assert_close(dgate, (input * dresidual_out).sum_to_size(shape))
-    for i in range(2):
-        found = ops.gate_backward(*leaves, *only(i, 2))
-        assert_has_only(found, only(i, 2))
-        of = torch.autograd.grad(found[i].sum(), (input, gate), allow_unused=True)
-        assert [gradient is not None for gradient in of] == [i == 1, i == 0]
 
 
 @pytest.mark.parametrize("half_parameters", [False, True])
@@ -351,61 +245,6 @@ def test_one_operator_unless_a_graph_is_wanted(device, absent):
     for i, dy in enumerate(dys):
         one_dy = torch.autograd.grad(y, leaves, dy, retain_graph=True)
         torch.testing.assert_close(tuple(gradient[i] for gradient in batch), one_dy)
-
-
-def test_operators_of_one_gradient_past_a_gate(device):
-    """Where a graph is wanted, add_ada_layer_norm_backward runs only what is needed, too."""
-    leaves = forms.leaves(backward_tensors("gated", device))
-    for i in range(7):
-        needs = only(i, 7)
-        with forms.Calls() as calls:
-            backward("gated", leaves, needs)
-        assert calls.names == ["ada_layer_norm_backward", *["gate_backward"] * (i in (1, 2))]
-        assert calls.seen[0][1][-5:] == (i < 3, *needs[3:])
-        with torch.no_grad(), forms.Calls() as calls:
-            backward("gated", leaves, needs)
-        assert calls.names == ["add_ada_layer_norm_backward"]
-
-
-@pytest.mark.parametrize("batched", ["all", "dy", "gate", "input and scale", "weight"])
-def test_the_gated_backward_operator_of_batches(device, batched):
-    """vmap over some of the arguments gives the results of one call for each sample."""
-    tensors = backward_tensors("gated", device)
-    names = ["dy", "x", "dresidual", "input", "gate", "shift", "scale", "weight", "bias"]
-    dims = [0 if batched == "all" or name in batched.split() else None for name in names]
-    stacked = [
-        t if dim is None else torch.stack([t, t.sin(), -t])
-        for t, dim in zip(tensors, dims, strict=True)
-    ]
-    for needs in ((True,) * 7, (False, True, False) + (True,) * 4, (True,) + (False,) * 6):
-
-        def call(*t, needs=needs):
-            found = backward("gated", t, needs)
-            return [out for out, needed in zip(found, needs, strict=True) if needed]
-
-        found = vmap(call, tuple(dims))(*stacked)
-        for i in range(3):
-            one = [t if d is None else t[i] for t, d in zip(stacked, dims, strict=True)]
-            torch.testing.assert_close([gradient[i] for gradient in found], call(*one))
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_the_gradient_of_residual_out_alone_goes_past_the_norm(device, gated):
-    x, residual, gate, shift, *_ = leaves = forms.leaves(forms.tensors("gated", device)[:4])
-    total = ops.add_ada_layer_norm(
-        x, residual, gate if gated else None, 1, shift, None, None, None, 1e-5
-    )[1]
-    d = torch.randn_like(total)
-    with forms.Calls() as calls:
-        dx, dresidual, dgate, dshift = torch.autograd.grad(total, leaves, d, allow_unused=True)
-    assert calls.names == ["gate_backward"] * gated
-    torch.testing.assert_close(dresidual, d)
-    torch.testing.assert_close(dx, d * gate if gated else d)
-    assert dshift is None
-    if gated:
-        torch.testing.assert_close(dgate, (d * x).sum((0, 1)))
-    else:
-        assert dgate is None
 
 
 def test_derivatives_beside_a_frozen_gate(device, monkeypatch):

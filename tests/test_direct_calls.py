@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import BF16, F16, F32, F64, of_groups, over_channels
+from families import BF16, F16, F32, F64, Groups, of_groups, over_channels
 from forms import Calls, leaves, saved_by
 from numerics import Problem, covering, ids, make, modulated, ours
 from processes import run
@@ -121,75 +121,55 @@ def test_bits_are_equal(kind, dtypes, shape, poison):
         check(make(Problem(shape, *dtypes, **how), "cuda"), poison, forward)
 
 
-# shift, scale and gate as parts of p, of shape (batch, rows, 6 * c), and the direct calls each way.
-LAYOUTS: dict[str, Any] = {
-    "chunks": (lambda p, c: p[:, :1].chunk(6, -1)[:3], 1, 1),
-    "one row": (lambda p, c: p[0, 0].chunk(6)[:3], 1, 1),
-    "shift alone": (lambda p, c: (p[:, :1, :c], None, None), 1, 1),
-    "of elements": (lambda p, c: p.chunk(6, -1)[:3], 1, 1),
-    "of several shapes": (lambda p, c: (p[0, 0, :c], *p[:, :1].chunk(6, -1)[1:3]), 1, 0),  # sums
-    "unaligned": (lambda p, c: p[:, :1, 1 : 3 * c + 1].chunk(3, -1), 0, 0),
-    "columns apart": (lambda p, c: p[:, :1, ::2].chunk(3, -1), 0, 0),
-    "no columns": (lambda p, c: p[:, :1, :3].split(1, -1), 0, 0),
+# shift, scale and gate, and the direct calls each way.
+MODULATIONS: dict[str, Any] = {
+    "chunks": ({"modulation_layout": "chunk"}, 1, 1),
+    "one row": ({"kind": "all"}, 1, 1),
+    "shift alone": ({"scale_by": None, "gate": None, "modulation_layout": "chunk"}, 1, 1),
+    "of elements": ({"kind": "token", "modulation_layout": "chunk"}, 1, 1),
+    "unaligned": ({"modulation_layout": "misaligned"}, 0, 0),
+    "columns apart": ({"modulation_layout": "every second"}, 0, 0),
+    "no columns": ({"kind": "number of a sample"}, 0, 0),
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("gated", "statistic", "dtypes", "layout"),
-    covering((False, True), ("layer", "rms"), DTYPES[:4], [*LAYOUTS]),
+    covering((False, True), ("layer", "rms"), DTYPES[:4], [*MODULATIONS, "of several shapes"]),
     ids=ids,
 )
 def test_modulated_bits_are_equal(gated, statistic, dtypes, layout, poison):
-    parts, forward, backward = LAYOUTS[layout]
     dtype, other = dtypes
     for shape, affine in itertools.product(((2, 300, 1152), (3, 7, 64)), ("both", "none")):
         cols = shape[-1]
-        shift, scale, gate = parts(leaf(*shape[:2], 6 * cols, dtype=other).detach(), cols)
-        has_gate = gated and gate is not None
+        several = ({"shift": (cols,)}, 1, 0)  # a sum for each
+        how, forward, backward = MODULATIONS.get(layout, several)
         problem = modulated(
             shape, gated=gated, dtypes=(dtype, dtype, other, other), affine=affine,
-            statistic=statistic, **({} if has_gate else {"gate": None}),
+            statistic=statistic, **how,
         )  # fmt: skip
-        t = make(problem, "cuda").but(shift=shift, scale=scale, gate=gate if gated else None)
         # Backward has two launches for a gate of short rows, and for dweight beside such elements.
-        takes_two = affine == "both" if layout == "of elements" else has_gate and cols == 64
-        check(t, poison, forward, not takes_two and backward)
-
-
-# Of x and dy, contiguous; and the direct calls each way.
-CHANGES: dict[str, Any] = {
-    "strided": (lambda x, dy: (x[:, ::2], dy[:, ::2].clone()), 1, 1),
-    "transposed": (lambda x, dy: (x.transpose(0, 1), dy.transpose(0, 1).contiguous()), 1, 1),
-    "columns apart": (lambda x, dy: (torch.stack([x, x], -1)[..., 0], dy), 0, 0),
-    "offset": (lambda x, dy: (x.flatten()[1:-63].view(-1, 64), dy.view(-1, 64)[1:]), 1, 1),
-    "expanded dy": (lambda x, dy: (x, dy[:1, :1, :1].expand_as(dy)), 1, 0),
-    "empty": (lambda x, dy: (x[:0], dy[:0]), 0, 0),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("change", CHANGES)
-def test_other_layouts(change, poison):
-    """They are right whichever way they take; direct is what one launch reads where it lies."""
-    t = make(Problem((16, 8, 64)), "cuda")
-    of, *direct = CHANGES[change]
-    x, dy = of(t.x, t.dy)
-    check(t.but(x=x, dy=dy), poison, *direct, strides=False)
-
-
-def turned(x):
-    return x.transpose(1, 3).contiguous().transpose(1, 3)
+        has_gate = problem.gate is not None and cols == 64
+        takes_two = affine == "both" if layout == "of elements" else has_gate
+        check(make(problem, "cuda"), poison, forward, not takes_two and backward)
 
 
 LAST = {"layout": "channels_last", "dy_layout": "channels_last"}
 GAPS = {"layout": "slice of channels", "dy_layout": "contiguous"}
-# Norms over channels and over groups of them, in orders of memory, and the direct calls each way.
-OVER_CHANNELS: list[tuple[Any, int]] = [
-    *((over_channels((3, 80, 24, 24), dtype, statistic=statistic, affine="weight", **order), direct)
+# Rows, channels and groups of these in orders of memory, and the direct calls each way: direct is
+# what one launch reads where it lies.
+OTHERS: list[tuple[Any, int, int]] = [
+    *((Problem((16, 8, 64), layout=layout, dy_layout="contiguous"), direct, direct)
+      for layout, direct in (("every other row", 1), ("transposed leading", 1),
+                             ("every other column", 0), ("misaligned", 1))),
+    (Problem((16, 8, 64), dy_layout="expanded number"), 1, 0), (Problem((0, 8, 64)), 0, 0),
+    *((over_channels((3, 80, 24, 24), dtype, statistic=statistic, affine="weight", **order),
+       direct, direct)
       for dtype in (F32, BF16) for statistic in ("layer", "rms")
       for order, direct in (({}, 1), (LAST, 1), (GAPS, 0))),
-    *((of_groups((3, 80, 24, 20), 8, dtypes, modulation="both", activation="silu", **order), direct)
+    *((of_groups((3, 80, 24, 20), 8, dtypes, modulation="both", activation="silu", **order),
+       direct, direct)
       for dtypes, order, direct in (
           ((F32, F32), {}, 1), ((BF16, F32), {}, 1), ((F64, F64), {}, 1), ((BF16, F32), GAPS, 0),
           ((BF16, BF16), LAST, 1), ((F16, F16), {"layout": "turned"}, 1))),
@@ -197,16 +177,12 @@ OVER_CHANNELS: list[tuple[Any, int]] = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("problem", "direct"), OVER_CHANNELS, ids=str)
-def test_norms_over_channels_and_groups(problem, direct, poison):
-    if problem.layout == "turned":
-        t = make(of_groups(problem.shape, 8, (F16, F16), modulation="both"), "cuda")
-        t = t.but(problem=problem, x=turned(t.x), dy=turned(t.dy))
-    else:
-        t = make(problem, "cuda")
-    if t.shift is not None:
+@pytest.mark.parametrize(("problem", "forward", "backward"), OTHERS, ids=str)
+def test_other_layouts(problem, forward, backward, poison):
+    t = make(problem, "cuda")
+    if isinstance(problem, Groups):  # direct calls read contiguous modulations
         t = t.but(shift=t.shift.clone(), scale=t.scale.clone())
-    check(t, poison, direct, direct)
+    check(t, poison, forward, backward, strides=type(problem) is not Problem)
 
 
 X = (4, 3, 64)
@@ -302,7 +278,8 @@ def test_which_calls_are_direct():
 
 
 @pytest.mark.gpu
-def test_plain_group_norms_are_direct():
+def test_group_norms_and_captured_calls_are_direct():
+    """test_every_norm.py says that a captured call reads what its tensors hold at the replay."""
     x, (weight, bias) = leaf(2, 64, 9), leaf(2, 64).unbind()
     module, dy = FusedGroupNorm(8, 64, device="cuda"), torch.randn_like(x)
     before = count()
@@ -313,8 +290,11 @@ def test_plain_group_norms_are_direct():
     with torch.autocast("cuda", BF16):
         assert module(x.bfloat16()).dtype == F32
     assert count() - before == 6
-    with pytest.raises(RuntimeError, match="expected num_groups that divides the 64 channels"):
-        fused_layernorm.group_norm(x, 7)
+    layer = FusedLayerNorm(9, device="cuda")
+    layer(x)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), torch.no_grad():
+        layer(x)
+    assert count() - before == 8
 
 
 GRAPHS: dict[str, Any] = {
@@ -373,17 +353,6 @@ def test_operators_with_statistics_and_of_backward():
 
 
 # --- what surrounds a call ------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-def test_a_captured_call_is_direct():
-    """test_every_norm.py says that it reads what its tensors hold at the replay."""
-    module, x = FusedLayerNorm(64, device="cuda"), torch.randn(4, 64, device="cuda")
-    module(x)
-    before = count()
-    with torch.cuda.graph(torch.cuda.CUDAGraph()), torch.no_grad():
-        module(x)
-    assert count() == before + 1
 
 
 @pytest.mark.gpu

@@ -12,9 +12,10 @@ from typing import cast
 import pytest
 import torch
 import torch.nn.functional as F
+from numerics import Problem, make, ours
 from processes import run
 
-from fused_layernorm import FusedLayerNorm, add_layer_norm, layer_norm, override_aten
+from fused_layernorm import FusedLayerNorm, override_aten
 from fused_layernorm.__main__ import facts, report
 from fused_layernorm.ops import formulas
 
@@ -83,14 +84,6 @@ def test_an_old_driver_is_told_of(driver):
         formulas.warn_of_cuda(on_cuda)
 
 
-def test_a_build_without_kernels_has_no_driver_to_ask():
-    if BUILD_INFO != "cpu only":
-        pytest.skip("this build has CUDA kernels")
-    assert ops._driver_problem() == ""
-    with pytest.raises(RuntimeError, match="this build has no CUDA kernels"):
-        ops._force_driver_version(12020)
-
-
 # A driver that reports a version of the environment, and prints a line if it is initialised.
 STUB = """
 #include <stdio.h>
@@ -152,15 +145,11 @@ def test_cuda_tensors_under_an_old_driver(driver, dtype):
     """Results and gradients are those of the kernels, within the rounding of the dtype. With the
     driver the kernels come back."""
     atol = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 6e-2)
-    weight, bias = (torch.rand(515, device="cuda", dtype=dtype) for _ in range(2))
-    x, residual, dy = (torch.randn(33, 515, device="cuda", dtype=dtype) for _ in range(3))
-    leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
+    problems = (Problem((33, 515), dtype, activation="gelu", scale=0.5),
+                Problem((33, 515), dtype, residual_dtype=dtype))  # fmt: skip
 
     def run():
-        y = layer_norm(x, weight, bias, activation="gelu", scale=0.5)
-        added, residual_out = add_layer_norm(x, residual, weight, bias)
-        gradients = torch.autograd.grad(((y + added + residual_out) * dy).sum(), leaves)
-        return [y.detach(), added.detach(), residual_out.detach(), *gradients]
+        return [y for problem in problems for y in ours(make(problem, "cuda")).values()]
 
     expected = run()
     driver(OLD)

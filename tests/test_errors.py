@@ -14,8 +14,9 @@ from typing import Any
 import numerics
 import pytest
 import torch
-import torch.nn.functional as F
-from numerics import covering
+from families import Gated, Heads, Packed, of_groups
+from forms import arguments_of, calls_of
+from numerics import Problem, covering
 from processes import run
 
 import fused_layernorm as fl
@@ -339,26 +340,6 @@ def test_sentence_where_the_rules_choose_pytorchs_norm(monkeypatch):
         compiled(torch.ones(4, 8), normalized_shape=(2, 4, 8))
 
 
-@pytest.mark.parametrize(
-    ("error", "wrong"), [(e, wrong) for names, e, _, wrong in ROWS if PLAIN in names.split()]
-)
-def test_types_are_those_of_pytorch(error, wrong):
-    """One except clause catches our error and, if F.layer_norm refuses the input too, its error."""
-    given = numerics.made({"weight": W, "bias": None, **FUNCTIONS[PLAIN], **wrong}, "cpu")
-    parameter = given["bias"] if given["weight"] is None else given["weight"]
-    shape = wrong.get("normalized_shape", getattr(parameter, "shape", None))
-    if shape is None or set(wrong) & {"activation", "scale", "out_dtype", "dim"}:
-        pytest.skip("F.layer_norm has no such argument")
-    stock = None
-    try:
-        F.layer_norm(given["input"], shape, given["weight"], given["bias"], wrong.get("eps", 1e-5))
-    except Exception as caught:
-        stock = type(caught)
-    if stock is not None:
-        assert issubclass(error, (stock, RuntimeError))
-        assert issubclass(error, TypeError) == issubclass(stock, TypeError)
-
-
 def every_argument(wanted=lambda what: True, **others):
     """Each function with each of its tensors, and with the elements of other dimensions."""
     found = [(name, what) for name, tensors in TENSORS.items() for what in tensors if wanted(what)]
@@ -533,6 +514,7 @@ OF_NORMS: Refused = [
     *(("rstd", wrong, OF_STATISTICS) for wrong in (((3, 1), F32), ((4, 1), F64))),
     *(("mean", (shape, F32), OF_STATISTICS) for shape in ((1,), (0,))),
     *(("dy", (shape, F32), f"dy {AS_INPUT}") for shape in ((4, 7), (8,))),
+    ("dy", ((4, 8), torch.int32), "float32, float16, bfloat16 or float64, got Int"),
     ("dresidual", ((2, 8), F32), f"dresidual {AS_INPUT}"),
     ("dresidual", ((4, 8), F16), "dresidual must be of x's dtype"),
     *(("normalized_ndim", n, f"cannot normalize the last {n} of 2 dimensions") for n in (0, 3)),
@@ -604,46 +586,26 @@ REFUSED: dict[str, Refused] = {
         ("bias", None, f"a gradient is asked for of a parameter {MISSING}"),
     ],
 }  # fmt: skip
-# The shapes and values of right arguments, by name; all other tensors are of (8,).
+OF_SUM: dict[str, Any] = {"residual_dtype": F32}
+OF_GATED_SUM: dict[str, Any] = OF_SUM | dict.fromkeys(("gate", "shift", "scale_by"), (8,))
+# Problems that call the operators with right arguments of these shapes.
 RIGHT: dict[str, Any] = {
-    **dict.fromkeys(("dy", "x", "input", "dresidual", "dresidual_out"), (4, 8)),
-    "mean": (4, 1), "rstd": (4, 1), "cos": (4, 4), "sin": (4, 4),
-    "dq_out": (1, 4, 3, 8), "q": (1, 4, 3, 8), "dk_out": (1, 4, 2, 8), "k": (1, 4, 2, 8),
-    "normalized_ndim": 1, "rotary_dim": 8, "seq_dim": 1, "eps": 1e-5, "statistic": "layer",
-    "weight_offset": 0.0, "output_scale": 1.0, "num_groups": 2, "group_size": 4,
-    "gate_activation": "silu",
-}  # fmt: skip
-OTHERS: dict[str, dict[str, Any]] = {
-    "qk_norm_rope_backward": {"statistic": "rms"},
-    "qkv_norm_rope_backward": {
-        "statistic": "rms",
-        "qkv": (1, 4, 9, 8),
-        "dk_out": (1, 4, 3, 8),
-        "dv": (1, 4, 3, 8),
-        "num_kv_heads": 3,
-        "size": [1, 4, 9, 8],
-        "stride": [288, 72, 8, 1],
-    },
-    "group_norm_backward": dict.fromkeys(("shift", "scale"), (4, 8))
-    | {"mean": (4, 2), "rstd": (4, 2)},
-    "rms_norm_gated": {"gate": (4, 8)},
-    "rms_norm_gated_backward": {"gate": (4, 8), "rstd": (4, 2)},
+    "layer_norm_backward": Problem((4, 8), activation="silu", **OF_SUM),
+    "ada_layer_norm_backward": Problem((4, 8), **{**OF_GATED_SUM, "gate": None}),
+    "add_ada_layer_norm_backward": Problem((4, 8), **OF_GATED_SUM),
+    "gate_backward": Problem((4, 8), **OF_GATED_SUM),
+    "qk_norm_rope_backward": Heads((1, 4, 8), heads=(3, 2), affine="both"),
+    "qkv_norm_rope_backward": Packed((1, 4, 8), heads=(3, 3), affine="both"),
+    "group_norm_backward": of_groups((4, 8), 2, modulation="both"),
+    **dict.fromkeys(("rms_norm_gated", "rms_norm_gated_backward"), Gated((4, 8), group_size=4)),
 }
 
 
 def right_arguments(overload, device):
     """Right arguments of an operator, by the names of its schema."""
-    right = RIGHT | OTHERS.get(overload._opname, {})
-    found: dict[str, Any] = {}
-    for argument in overload._schema.arguments:
-        name, kind = argument.name, str(argument.type)
-        if "Tensor" in kind:
-            found[name] = torch.ones(right.get(name, (8,)), device=device)
-        elif kind == "bool":
-            found[name] = name.startswith("needs_")
-        else:  # scale is the output's
-            found[name] = right.get(name, 1.0 if name == "scale" else None)
-    return found
+    name = overload._opname
+    given = arguments_of(overload, calls_of(RIGHT[name], device)[name])
+    return {argument: value for argument, _, value in given}
 
 
 @pytest.mark.gpu
@@ -664,6 +626,7 @@ def test_operators_refuse_on_cuda(operator, what, value, sentence):
             overload(*{**given, **asked}.values())
 
 
+@pytest.mark.cpu_operators
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
 @pytest.mark.parametrize(
     ("operator", "what"),
@@ -679,26 +642,6 @@ def test_backward_operators_refuse_other_dtypes(operator, what, dtype):
     sentence = f"expected {what} of dtype {FLOATS}, got {str(dtype).removeprefix('torch.')}"
     with says(NotImplementedError, sentence):
         overload(*given.values())
-
-
-def test_dy_of_another_dtype_on_every_device(device):
-    """CUDA's sentence names no tensor."""
-    overload = torch.ops.fused_layernorm.layer_norm_backward.default
-    given = right_arguments(overload, device)
-    given["dy"] = given["dy"].int()
-    with pytest.raises(RuntimeError, match=r"(?i)float32, float16, bfloat16 or float64, got int"):
-        overload(*given.values())
-
-
-def test_backward_takes_statistics_of_any_shape(device):
-    """As the kernels do, which count rows; shapes that broadcast otherwise give other gradients."""
-    x, dy = torch.randn(2, 8, 8, device=device), torch.randn(2, 8, 8, device=device)
-    ops = torch.ops.fused_layernorm
-    _, mean, rstd = ops.layer_norm_forward(x, 1, None, None, 1e-5)
-    args = (None, None, None, None, 1.0, True, False, False)
-    expected = ops.layer_norm_backward(dy, x, 1, mean, rstd, *args)[0]
-    flat = ops.layer_norm_backward(dy, x, 1, mean.view(16), rstd.view(2, 8), *args)[0]
-    assert torch.equal(flat, expected)
 
 
 NO_MEMORY = ("CUDA out of memory: fused_layernorm could not allocate 1.0 MiB on cuda:0, where 0.5 "

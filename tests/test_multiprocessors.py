@@ -101,35 +101,20 @@ def test_the_environment_sets_a_margin():
 
 # Norms whose blocks wait for each other: rows, and groups that blocks or clusters share.
 NORMS = """
-import time, torch, fused_layernorm as fl, torch.nn.functional as F
-torch.manual_seed(0)
-BF16 = torch.bfloat16
-def inputs(*shape, dtype=BF16):
-    return torch.randn(*shape, device="cuda", dtype=dtype).requires_grad_()
-def weights(n, dtype=BF16):
-    return inputs(n, dtype=dtype), inputs(n, dtype=dtype)
-x, half, longer = inputs(64, 65536, dtype=torch.float32), inputs(40, 65536), inputs(3, 600_000)
-wide, small = inputs(2, 512, 256, 256), inputs(2, 512, 64, 64)
-of_x, of_half, of_longer = weights(65536, torch.float32), weights(65536), weights(600_000)
-of_wide, of_small = weights(512), weights(512)
-# Ours, PyTorch's, and the tensors of both.
-CASES = {
-    "rows": (fl.layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), (x, *of_x)),
-    "fused rows": (lambda *t: fl.layer_norm(*t, activation="gelu"),
-                   lambda x, w, b: F.gelu(F.layer_norm(x, w.shape, w, b)), (half, *of_half)),
-    "RMSNorm": (lambda x, w: fl.rms_norm(x, w, 1e-5),
-                lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), (longer, of_longer[0])),
-    "groups": (lambda x, *of: fl.group_norm(x, 32, *of, activation="silu"),
-               lambda x, *of: F.silu(F.group_norm(x, 32, *of)), (wide, *of_wide)),
-    "clusters": (lambda x, *of: fl.group_norm(x, 32, *of),
-                 lambda x, *of: F.group_norm(x, 32, *of), (small, *of_small)),
-}
-def results(case, exact=False):
-    run, tensors = case[exact], case[2]
-    if exact:
-        tensors = [t.detach().double().requires_grad_() for t in tensors]
-    y = run(*tensors)
-    return (y.detach(), *torch.autograd.grad(y, tensors, torch.ones_like(y)))
+import time, torch, fused_layernorm as fl, numerics
+from families import BF16, Problem, of_groups
+CASES = [numerics.make(problem, "cuda") for problem in (
+    Problem((64, 65536)), Problem((40, 65536), BF16, activation="gelu"),
+    Problem((3, 600_000), BF16, statistic="rms", affine="weight"),
+    of_groups((2, 512, 256, 256), 32, (BF16, None), activation="silu"),
+    of_groups((2, 512, 64, 64), 32, (BF16, None)),
+)]
+def results(case):
+    return [*numerics.ours(case).values()]
+def check(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        rtol = 2e-2 if one.dtype == BF16 else 1e-3
+        torch.testing.assert_close(one.double(), other.double(), rtol=rtol, atol=rtol)
 """
 
 
@@ -138,16 +123,14 @@ def test_results_with_a_margin():
     """Right, and with one margin the same in every run."""
     script = """
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-        for name, run in CASES.items():
-            whole = results(run)
+        for case in CASES:
+            whole = results(case)
             for n in (1, 20, sms - 32, sms - 1):
                 with fl.sm_margin(n):
-                    first, second = results(run), results(run)
-                for one, other, expected in zip(first, second, whole):
-                    assert torch.equal(one, other), (name, n)
-                    rtol = 2e-2 if one.dtype == BF16 else 1e-3
-                    torch.testing.assert_close(one, expected, rtol=rtol, atol=rtol)
-                assert all(map(torch.equal, whole, results(run))), name
+                    first, second = results(case), results(case)
+                assert all(map(torch.equal, first, second)), (case.problem, n)
+                check(first, whole)
+                assert all(map(torch.equal, whole, results(case))), case.problem
     """
     run(NORMS, script)
 
@@ -197,7 +180,7 @@ def test_a_kernel_that_waits_for_ours(captured):
     script = """
         beside(1, lambda: None)
         torch.cuda.synchronize()
-        for name, case in CASES.items():
+        for case in CASES:
             for n in (1, 20):
                 with fl.sm_margin(n), torch.cuda.stream(ours):
                     results(case)
@@ -212,7 +195,7 @@ def test_a_kernel_that_waits_for_ours(captured):
                 torch.cuda.synchronize()
                 with fl.sm_margin(n):
                     seconds, gave_up = beside(n, call)
-                assert seconds < 1 and not gave_up, (name, n, seconds)
+                assert seconds < 1 and not gave_up, (case.problem, n, seconds)
     """
     run(NORMS, HOLD, script, CAPTURED=captured)
 
@@ -258,35 +241,30 @@ def test_a_part_of_the_device(place, sms, captured):
         # Backward on this thread, whose context it is.
         torch.autograd.set_multithreading_enabled(False)
         stream = torch.cuda.Stream()
-        expected = {
-            name: [t.to(x.dtype) for t, x in zip(results(case, exact=True), (case[2][0], *case[2]))]
-            for name, case in CASES.items()
-        }
+        expected = [numerics.exact(case).values() for case in CASES]
         with torch.cuda.stream(stream):
-            for run in CASES.values():
-                results(run)
+            for case in CASES:
+                results(case)
         torch.cuda.synchronize()
         green = part(SMS)
         if PLACE == "stream":
             stream = torch.cuda.ExternalStream(made("cuGreenCtxStreamCreate", green, 1, 0).value)
         else:
             call("cuCtxSetCurrent", made("cuCtxFromGreenCtx", green))
-        for name, run in CASES.items():
+        for case, exact in zip(CASES, expected):
             begin = time.monotonic()
             if CAPTURED:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=stream):
-                    found = results(run)
+                    found = results(case)
                 with torch.cuda.stream(stream):
                     graph.replay()
             else:
                 with torch.cuda.stream(stream):
-                    found = results(run)
+                    found = results(case)
             torch.cuda.synchronize()
-            assert time.monotonic() < begin + 1, name
+            assert time.monotonic() < begin + 1, case.problem
             assert torch.zeros(4, device="cuda").add(1).sum().item() == 4
-            for one, other in zip(found, expected[name]):
-                rtol = 2e-2 if one.dtype == BF16 else 1e-3
-                torch.testing.assert_close(one, other, rtol=rtol, atol=rtol)
+            check(found, exact)
     """
     run(NORMS, GREEN, script, CAPTURED=captured, PLACE=place, SMS=sms)

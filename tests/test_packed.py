@@ -75,17 +75,6 @@ def test_one_node_and_one_gradient(statistic, device):
         assert not any(y.grad_fn for y in problem.forward(t))
 
 
-def test_a_gradient_of_weights_alone(device):
-    t = make(of_packed(), device)
-    weight = t.q_weight.requires_grad_()
-    q, _, v = t.problem.forward(t)
-    assert q.requires_grad
-    assert not v.requires_grad
-    (dweight,) = torch.autograd.grad(q, weight, t.dq_out)
-    (expected,) = torch.autograd.grad(apart(t.problem, t)[0], weight, t.dq_out)
-    assert torch.equal(dweight, expected)
-
-
 # ---- Writing into the views. By what is written into: statements, the last of which is a loss.
 
 WRITES = {
@@ -151,13 +140,6 @@ def test_writing_is_right_or_refused(what, statistic, compiled, device):
     (expected,) = torch.autograd.grad(cloned(x), x)
     torch.testing.assert_close(found, expected)
     assert compiled or what in ("q and k", "qkv of which q is used")
-
-
-def test_writing_without_gradients(device):
-    t = make(of_packed(), device)
-    v = t.problem.forward(t)[2]
-    v.zero_()
-    assert not t.problem.split(t.qkv)[2].any()
 
 
 # ---- Angles.

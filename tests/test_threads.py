@@ -12,7 +12,6 @@ from numerics import Problem
 from processes import run
 
 F32, BF16 = torch.float32, torch.bfloat16
-_ops = torch.ops.fused_layernorm
 
 pytestmark = pytest.mark.gpu
 
@@ -48,17 +47,9 @@ def in_turn(first, second, times=4):
     in_threads(lambda: alternate(first, True), lambda: alternate(second, False))
 
 
-def backward_of(rows, cols, dtype, device="cuda"):
-    x, dy = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
-    weight = torch.randn(cols, device=device).to(dtype)
-    _, *statistics = _ops.layer_norm_forward(x, 1, weight, weight, 1e-5)
-    args = (dy, x, 1, *statistics, weight, weight, None, None, 1.0, True, True, True)
-    return lambda: _ops.layer_norm_backward(*args)
-
-
-def forward_of(rows, cols, dtype):
-    x = torch.randn(rows, cols, device="cuda").to(dtype)
-    return lambda: _ops.layer_norm(x, 1, None, None, 1e-5)
+def call_of(rows, cols, dtype, device="cuda", *, backward=True, strategy=None):
+    t = numerics.make(Problem((rows, cols), dtype, forced=(None, strategy)), device)
+    return lambda: numerics.ours(t, backward=backward)
 
 
 @pytest.mark.parametrize(
@@ -74,28 +65,26 @@ def forward_of(rows, cols, dtype):
 )
 def test_a_small_plan_beside_a_large_one(backward, large, small):
     """As autograd's thread is beside that of a direct call, or of a checkpoint's first forward."""
-    make = backward_of if backward else forward_of
-    in_turn(make(*large), make(*small))
-    in_turn(make(*small), make(*large))
+    calls = [call_of(*sizes, backward=backward) for sizes in (large, small)]
+    in_turn(*calls)
+    in_turn(*reversed(calls))
 
 
 def test_the_same_kernel_with_other_numbers_of_teams(plans):
     """Plans of one kernel that differ in shared memory by what the number of teams changes."""
     needs, calls = [], []
-    for options in ("strategy=block teams=4", "strategy=block teams=1"):
-        plans.force(options)
-        needs.append(plans.of(3000, 1024, F32, backward=True)["shared_bytes"])
-        plans.force(None)
-        backward = backward_of(3000, 1024, F32)
-        calls.append(lambda run=backward, options=options: (plans.force(options), run()))
+    for strategy in ("block teams=4", "block teams=1"):
+        with numerics.forced(strategy):
+            needs.append(plans.of(3000, 1024, F32, backward=True)["shared_bytes"])
+        calls.append(call_of(3000, 1024, F32, strategy=strategy))
     assert needs[0] > needs[1] > 40 * 1024
     in_turn(calls[0], calls[1], times=6)
 
 
 @pytest.mark.multi_gpu
 def test_two_devices():
-    in_turn(backward_of(3000, 4096, F32, "cuda:0"), backward_of(3000, 1024, F32, "cuda:1"))
-    in_turn(backward_of(3000, 1024, F32, "cuda:0"), backward_of(3000, 4096, F32, "cuda:1"))
+    for first, second in ((4096, 1024), (1024, 4096)):
+        in_turn(call_of(3000, first, F32, "cuda:0"), call_of(3000, second, F32, "cuda:1"))
 
 
 def test_eight_threads_with_random_shapes():
