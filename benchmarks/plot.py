@@ -13,6 +13,7 @@ from benchmarks import results
 
 Row = dict[str, Any]
 Report = dict[str, Any]
+Step = tuple[str, str, dict[str, Row]]  # its name, what a sentence calls it, a row by variant
 
 STEPS = results.ROOT / "docs" / "steps.svg"
 PLOTS = results.ROOT / "docs" / "plots"
@@ -99,15 +100,15 @@ def plot_cases(report: Report) -> None:
     _save(figure, title, handles, path_of(report), stamp(report, report))
 
 
-def bars(steps: list[tuple[str, dict[str, Row]]]) -> list[tuple[str, list[tuple[str, str, float]]]]:
+def bars(steps: list[Step]) -> list[tuple[str, list[tuple[str, str, float]]]]:
     """For each step its bars: label, colour, and its wall time over the stock model's."""
     found = [(name, [(label, color, rows[variant]["wall_ms"] / rows["eager"]["wall_ms"])
                      for variant, label, color in BARS if variant in rows])
-             for name, rows in steps]  # fmt: skip
+             for name, _, rows in steps]  # fmt: skip
     return [(name, shown) for name, shown in found if len(shown) > 1]
 
 
-def plot_steps(steps: list[tuple[str, dict[str, Row]]], report: Report) -> None:
+def plot_steps(steps: list[Step], report: Report) -> None:
     """Wall times of steps, the stock model's as one."""
     groups = bars(steps)
     figure, [[axis]] = _figure(1, 1, (9, 0.9 + 0.24 * sum(len(shown) + 1 for _, shown in groups)))
