@@ -66,6 +66,10 @@ NORMS = {
 }
 
 
+class PassedOn(BaseTorchFunctionMode):
+    """A mode that is not PyTorch's own, and changes nothing."""
+
+
 def host_us(call: Callable[[], Any]) -> tuple[float, Any]:
     """Microseconds until the call returns, though the device may still work, and its result."""
     timing.synchronize()
@@ -108,18 +112,22 @@ class Chain:
             return [norm(x) for norm, x in zip(self.norms, self.halves, strict=True)]
 
     def visit(self, measure: Callable[[Callable[[], Any]], tuple[float, Any]]) -> dict[str, float]:
+        with self.around():
+            return self._visit(measure)
+
+    def _visit(self, measure: Callable[[Callable[[], Any]], tuple[float, Any]]) -> dict[str, float]:
         """Microseconds a layer of each way of calling, each measured once, by host_us or device_us.
 
         "no_grad" and "inference" are forward alone, "grad" is forward with gradients, "backward"
         what follows it, "step" both; "autocast..." the same of half-precision x under autocast;
         "device_..." under the mode of `torch.device` and of `torch.set_default_device`, "mode_..."
-        under another, which changes nothing.
+        under another.
         """
         found: dict[str, float] = {}
 
         def note(name: str, call: Callable[[], Any], *modes: Any) -> Any:
             with contextlib.ExitStack() as stack:
-                for mode in (self.around(), *modes):
+                for mode in modes:
                     stack.enter_context(mode)
                 us, result = measure(call)
             found[name] = us / LAYERS
@@ -133,7 +141,7 @@ class Chain:
         ys = note("autocast", self.run_half)
         dys = [torch.ones_like(y) for y in ys]
         note("autocast_backward", lambda: torch.autograd.backward(ys, dys))
-        modes = {"device": torch.device(timing.DEVICE), "mode": BaseTorchFunctionMode()}
+        modes = {"device": torch.device(timing.DEVICE), "mode": PassedOn()}
         for name, mode in modes.items():
             note(f"{name}_no_grad", self.run, mode, torch.no_grad())
             note(f"{name}_grad", self.run, mode)
