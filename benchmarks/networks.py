@@ -29,16 +29,13 @@ def of(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-# ---- transformers, timm and torchvision, without dropout.
-
-
 def transformer(name: str, **options: Any) -> Any:
     model = of("transformers", name)
     return model(model.config_class(**options))
 
 
 def language_model(name: str, batch: int, length: int, **options: Any) -> Built:
-    """A model that gives logits of tokens."""
+    """A model of transformers that gives logits of tokens, without dropout."""
     model = transformer(name, **options)
     tokens = torch.randint(model.config.vocab_size, (batch, length))
     return model, {"input_ids": tokens}, lambda output: F.cross_entropy(
@@ -70,9 +67,6 @@ def classifier(model: Any) -> Built:
         return F.cross_entropy(logits.float(), labels)
 
     return model, images, loss
-
-
-# ---- diffusers.
 
 
 def noise(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -140,9 +134,6 @@ def wan() -> Built:
     return model, inputs | {"timestep": torch.randint(1000, (1,))}, squared_error(*latents)
 
 
-# ---- Group norms: the VAE of SD3 and Flux, SDXL's UNet, nnU-Net (Isensee et al., 2021).
-
-
 def vae(decodes: bool) -> Built:
     """The decoder of the VAE of SD3 and Flux, or its encoder."""
     model = of("diffusers", "AutoencoderKL")(
@@ -187,7 +178,8 @@ def _nnunet_block(before: int, after: int, stride: int = 1) -> nn.Sequential:
 
 
 class NnUnet(nn.Module):
-    """A 3-D UNet as nnU-Net plans it: InstanceNorm and LeakyReLU behind each convolution."""
+    """A 3-D UNet as nnU-Net (Isensee et al., 2021) plans it: InstanceNorm and LeakyReLU behind each
+    convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,11 +204,8 @@ def nnunet() -> Built:
     return NnUnet(), noise(x=(2, 1, 128, 128, 128)), squared_error(2, 3, 128, 128, 128)
 
 
-# ---- Norms over the channels of NCHW: NAFNet (Chen et al., 2022), torchvision's ConvNeXt.
-
-
 class NafBlock(nn.Module):
-    """A block of NAFNet: two gated halves, each behind a norm over channels."""
+    """A block of NAFNet (Chen et al., 2022): two gated halves, each behind a norm over channels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -174,9 +174,9 @@ def blocks_of(report: Report) -> dict[Path, dict[str, str]]:
         return {README: dict.fromkeys(("models", "norms"), NO_RESULTS),
                 FRAMEWORKS: {"liger": NO_RESULTS}}  # fmt: skip
     steps = steps_of(report)
-    picture = f"![Steps of models]({plot.STEPS.relative_to(results.ROOT)})\n\n"
-    norms = (picture if plot.bars(steps) else "") + norms_table(report)
-    return {README: {"models": steps_table(report, steps), "norms": norms},
+    picture = f"![Steps of models]({plot.STEPS.relative_to(results.ROOT)})\n\n" if steps else ""
+    return {README: {"models": steps_table(report, steps),
+                     "norms": picture + norms_table(report)},
             FRAMEWORKS: {"liger": frameworks_table(report)}}  # fmt: skip
 
 
@@ -196,11 +196,12 @@ def norms_table(report: Report) -> str:
 
 
 def steps_of(report: Report) -> list[Step]:
-    """The README's steps; of swaps, the row of that which does most."""
+    """The README's steps that were measured in another variant, too; of swaps, that which does most
+    is shown."""
     found = []
     for part, wanted, words in README_STEPS:
         for (model, mode), rows in variants_of(report).items():
-            if part in model and mode == wanted and "eager" in rows:
+            if part in model and mode == wanted and "eager" in rows and len(rows) > 1:
                 norms = {"swap_neighbours": rows.pop("swap")} if "swap" in rows else {}
                 found.append((f"{model}, {mode}", words, {**norms, **rows}))
     return found
@@ -444,7 +445,7 @@ def pictures(report: Report) -> dict[Path, tuple[str, Callable[[], None]]]:
     if report:
         draw = functools.partial(plot.plot_cases, report)
         made[plot.path_of(report)] = (plot.stamp(report, report), draw)
-    if plot.bars(steps := steps_of(report)):
+    if steps := steps_of(report):
         draw = functools.partial(plot.plot_steps, steps, report)
         made[plot.STEPS] = (plot.stamp(report["models"], report), draw)
     return made
