@@ -151,10 +151,8 @@ class Case:
 
     @property
     def is_dshift_dy(self) -> bool:
-        """Whether each element of y has a shift of its own, of y's dtype.
-
-        The gradient of such a shift is dy itself, so autograd calls no operator to compute it.
-        """
+        """Whether each element of y has a shift of its own, of y's dtype. Its gradient is then
+        dy itself, so autograd calls no operator to compute it."""
         return self.modulation == PER_TOKEN and self.torch_modulation_dtype == self.torch_out_dtype
 
     def ratio(self, us: float, copy_us: float) -> float:

@@ -79,10 +79,8 @@ class Family:
 
 
 def norm(case: Case, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """The case's norm of the last dimension, in y's dtype.
-
-    PyTorch takes no half-precision x beside float32 parameters: x is cast, as autocast does.
-    """
+    """The case's norm of the last dimension, in y's dtype. PyTorch takes no half-precision x beside
+    float32 parameters: x is cast, as autocast does."""
     x = x if weight is None else x.to(weight.dtype)
     y = (F.rms_norm(x, (case.cols,), weight, EPS) if case.family.is_rms
          else F.layer_norm(x, (case.cols,), weight, bias, EPS))  # fmt: skip

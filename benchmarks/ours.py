@@ -121,10 +121,8 @@ def missing_operator(
 
 
 def _arguments(case: Case, overload: OpOverload, tensors: Tensors) -> dict[str, Any]:
-    """An operator's arguments by name: its tensors, its options, and which gradients it gives.
-
-    Options that an older build's operator lacks are left out.
-    """
+    """An operator's arguments by name: its tensors, its options, and which gradients it gives. What
+    an older build's operator lacks is left out."""
     family = case.family
     options = {
         **OPTIONS, "activation": family.activation, "scale": family.scale,
@@ -154,11 +152,9 @@ def _arguments(case: Case, overload: OpOverload, tensors: Tensors) -> dict[str, 
 def ours(
     case: Case, t: Tensors, *, statistics: bool = False, namespace: str = "fused_layernorm"
 ) -> Call:
-    """A call of this package's operator on one input; forward with mean and rstd if `statistics`.
-
-    Backward gives the gradients of its family. The operators must be registered, by `import
-    fused_layernorm` or by loading the library alone.
-    """
+    """A call of this package's operator on one input; forward with mean and rstd if `statistics`,
+    backward with the gradients of its family. The operators must be registered, by importing the
+    package or by loading the library alone."""
     ops, family = getattr(torch.ops, namespace), case.family
     forward, backward = family.operators
     tensors = {**t, "input": t["x"]} if "x" in t else t

@@ -72,10 +72,10 @@ TITLES = {name: variant.title for name, variant in VARIANTS.items()}
 
 
 def table(rows: list[dict[str, str]], left: int) -> str:
-    """A Markdown table of cells by heading: the first `left` columns are text, the others numbers.
-
-    All rows have the same headings.
-    """
+    """A Markdown table of cells by heading, the same in all rows: the first `left` columns are
+    text, the others numbers."""
+    if not rows:
+        return "None."
     header = [*rows[0]]
     rule = "|".join("-" if i < left else "-:" for i in range(len(header)))
     first, *lines = [f"| {' | '.join(cells)} |" for cells in (header, *(r.values() for r in rows))]
@@ -312,10 +312,8 @@ def of_operator(row: Row, **more: str) -> dict[str, str]:
 
 
 def falls_short(report: Report) -> list[list[str]]:
-    """The cases below `SHORT_OF_COPY`, and those in which something else is faster.
-
-    Of each the `LISTED` that most people meet: with a target and aligned first, then the furthest.
-    """
+    """The cases below `SHORT_OF_COPY`, and those in which something else is faster: of each the
+    `LISTED` that most people meet, those with a target and aligned first, then the furthest."""
     slow, beaten = [], []
     for row in (row for row in report["rows"] if "ours_us" in row):
         rare = results.case_of(row).target is None or row["cols"] % 8 != 0
@@ -331,8 +329,6 @@ def falls_short(report: Report) -> list[list[str]]:
                 beaten.append((rare, time / row["ours_us"], [*cells.values()], cells))
 
     def listed(found: list[Any]) -> list[str]:
-        if not found:
-            return ["None."]
         rest = len(found) - LISTED
         lines = table([cells for *_, cells in sorted(found)[:LISTED]], left=3)
         return [lines, *([f"And {rest} more, in the tables below."] if rest > 0 else [])]

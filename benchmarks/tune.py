@@ -77,9 +77,7 @@ def tune(case: Case, forces: list[str], check: bool, seconds: float) -> None:
 
 def options_of(case: Case, forces: list[str]) -> Iterator[tuple[str, str]]:
     """The options to time, each with its plan: the plan's own choice first, and no plan twice.
-
-    Prints why options of `forces` without a * are left out.
-    """
+    Prints why options of `forces` without a * are left out."""
     names: dict[str, str] = {}
     for forced in ["", *forces]:
         for options in expanded(forced):

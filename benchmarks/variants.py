@@ -66,9 +66,7 @@ def compile_layers(model: nn.Module) -> nn.Module:
 
 def liger(model: nn.Module, *, swapped: bool = False, **parts: bool) -> None:
     """Liger's kernels, all but those of `parts` that are False, and perhaps the swap behind them.
-
-    Beside the model Liger changes names in the module of its class; see `prepared`.
-    """
+    Beside the model Liger changes names in the module of its class; see `prepared`."""
     kernels: Any = importlib.import_module("liger_kernel.transformers")
     kernels._apply_liger_kernel_to_instance(model, **parts)
     if swapped:
@@ -119,9 +117,7 @@ VARIANTS: dict[str, Variant] = {
 
 def prepared(model: nn.Module, variant: Variant) -> tuple[nn.Module, Around]:
     """A copy of the model as the variant has it, not yet compiled, and what its steps run inside.
-
-    What the variant changed in the module of the model's class holds inside its steps alone.
-    """
+    What the variant changed in the module of the model's class holds inside its steps alone."""
     model = copy.deepcopy(model)
     names = vars(sys.modules[type(model).__module__])
     before = dict(names)
