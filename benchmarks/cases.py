@@ -37,42 +37,32 @@ def _dtype(field: str) -> Any:
 class Case:
     """One operator at one size. `target` is the ratio to copy speed that it should reach, if any.
 
-    `dtype` is the dtype of x, `weight_dtype` that of weight and bias, and `out_dtype` that of y and
-    its gradient dy. `weight_dtype` and `out_dtype` are None where they equal `dtype`.
+    `sizes` are those that name it (`SIZES`). A norm's rows are the tokens of samples; the pixels of
+    an image, or in a norm of groups a sample's group of channels (`of_groups`, if their number is
+    not the family's); q's and k's heads at all positions, in a packed tensor.
 
-    A modulated norm has neither weight nor bias. Its rows are the tokens of `samples` samples.
-    Shift and scale, and with a residual also gate, are given per sample or per token
-    (`modulation`), in `modulation_dtype`, which is None where it equals `dtype`.
-
-    An `image` is (N, C, H, W). A norm over channels has its pixels as rows; x, dy, y and dx are
-    contiguous NCHW; in the nhwc operators, which models call on a permuted view, dy, y and dx are
-    contiguous NHWC. A norm of groups has a sample's group of channels as a row.
-
-    The rows of a head operator are q's and k's, each of `heads` heads, at all positions of the
-    samples; q and k lie in a packed qkv tensor.
+    `dtype` is the dtype of x, `weight_dtype` that of weight and bias, `out_dtype` that of y and its
+    gradient dy, `modulation_dtype` that of shift, scale and gate, which are given per sample or per
+    token (`modulation`); those dtypes that equal `dtype` are None.
     """
 
     op: str
-    rows: int
-    cols: int
+    sizes: tuple[int, ...]
     dtype: str
     target: float | None = None
     weight_dtype: str | None = None
     out_dtype: str | None = None
-    samples: int | None = None
-    modulation: str | None = None
     modulation_dtype: str | None = None
-    image: tuple[int, ...] | None = None
-    heads: int | None = None
+    modulation: str | None = None
+    of_groups: int | None = None
 
     def __post_init__(self) -> None:
-        layout = self.family.layout
-        given = (self.image is not None, self.heads is not None, self.modulation is not None)
-        if given != (layout == IMAGE, layout == HEADS, layout == SAMPLES):
-            raise ValueError(f"image, heads or modulation are not those of {self.op}")
-        parts = (self.samples or 1) * (2 * self.heads if self.heads else 1)
-        if parts < 1 or self.rows % parts:
-            raise ValueError(f"{self.rows} rows are not those of {parts} equal parts")
+        known, modulated = SIZES[self.family.layout], self.family.layout == SAMPLES
+        if len(self.sizes) != known.count("x") + 1:
+            raise ValueError(f"expected {known} for {self.op}, got {len(self.sizes)} sizes")
+        wrong = self.of_groups and (not self.family.groups or self.sizes[1] % self.of_groups)
+        if wrong or (self.modulation is not None) != modulated:
+            raise ValueError(f"the modulation or the groups are not those of {self.op}")
 
     @property
     def family(self) -> Family:
@@ -86,33 +76,35 @@ class Case:
         return self.op.endswith("backward")
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of x: (samples, tokens, cols) where there are samples, else (rows, cols).
-
-        That of an image is (N, H, W, C) for a norm over channels, whatever its order in memory, and
-        (N, C, H, W) for one of groups; that of a head operator (samples, positions, 3, heads,
-        cols).
-        """
-        if self.image is not None:
-            n, c, *pixels = self.image
-            return self.image if self.family.groups else (n, *pixels, c)
-        if self.samples is None:
-            return (self.rows, self.cols)
-        if self.heads is not None:
-            positions = self.rows // (2 * self.samples * self.heads)
-            return (self.samples, positions, 3, self.heads, self.cols)
-        return (self.samples, self.rows // self.samples, self.cols)
+    def groups(self) -> int | None:
+        """The groups of a sample's channels, in a norm of groups."""
+        return self.of_groups or self.family.groups
 
     @property
-    def groups(self) -> int:
-        """The groups of a sample's channels."""
-        assert self.image is not None
-        return self.rows // self.image[0]
+    def rows(self) -> int:
+        if self.family.layout == IMAGE:
+            return self.sizes[0] * (self.groups or math.prod(self.sizes[2:]))
+        return math.prod(self.sizes[:-1]) * (2 if self.family.layout == HEADS else 1)
+
+    @property
+    def cols(self) -> int:
+        is_image = self.family.layout == IMAGE
+        return math.prod(self.sizes) // max(self.rows, 1) if is_image else self.sizes[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of x, of a norm over channels (N, H, W, C), whatever its order in memory; of a
+        head operator that of qkv, (samples, positions, 3, heads, cols)."""
+        first, second, *others = self.sizes
+        if self.family.layout == HEADS:
+            return (first, second, 3, *others)
+        over_channels = self.family.layout == IMAGE and self.groups is None
+        return (first, *others, second) if over_channels else self.sizes
 
     @property
     def param_shape(self) -> tuple[int, ...]:
         """The shape of weight and bias."""
-        return self.image[1:2] if self.image is not None else (self.cols,)
+        return self.sizes[1:2] if self.family.layout == IMAGE else (self.cols,)
 
     @property
     def modulation_shape(self) -> tuple[int, ...]:
@@ -127,10 +119,8 @@ class Case:
 
     @property
     def types(self) -> str:
-        """The dtypes in one word, e.g. "bf16+fp32>fp32": x's, then those that differ from it.
-
-        "+" precedes the dtype of the weights, "*" that of the modulations, ">" that of y.
-        """
+        """The dtypes in one word: x's, then behind "+" that of the weights, behind "*" that of the
+        modulations and behind ">" that of y, if it differs: "bf16+fp32>fp32"."""
         marks = (("+", self.weight_dtype), ("*", self.modulation_dtype), (">", self.out_dtype))
         others = "".join(f"{mark}{_SHORT[dtype]}" for mark, dtype in marks if dtype is not None)
         return f"{_SHORT[self.dtype]}{others}" if others else self.dtype
@@ -146,26 +136,23 @@ class Case:
         Forward reads its inputs and writes y, and the sum if there is a residual. Backward reads
         x (or the sum), dy (and the sum's gradient), weight and scale, gate and what it multiplied,
         with an activation also bias, and writes the gradients; input and residual of an addition
-        share one dx, and the gradient of a shift may be dy itself (`is_dshift_dy`). The few bytes
-        of mean, rstd, and of the weights, cos and sin of heads are left out.
+        share one dx. The few bytes of mean, rstd, and of heads' weights, cos and sin are left out.
         """
-        family, way, size = self.family, self.backward, self.rows * self.cols
-        total = (family.tensors[way] - 1) * size * self.torch_dtype.itemsize
-        total += size * self.torch_out_dtype.itemsize
-        total += (
-            family.columns[way] * math.prod(self.param_shape) * self.torch_weight_dtype.itemsize
-        )
+        family, way = self.family, self.backward
+        x, y, weight, modulation = (dtype.itemsize for dtype in (
+            self.torch_dtype, self.torch_out_dtype, self.torch_weight_dtype,
+            self.torch_modulation_dtype))  # fmt: skip
+        total = self.rows * self.cols * ((family.tensors[way] - 1) * x + y)
+        total += family.columns[way] * math.prod(self.param_shape) * weight
         if modulations := family.modulations[way]:
             count = modulations - (way and self.is_dshift_dy)
-            total += count * math.prod(self.modulation_shape) * self.torch_modulation_dtype.itemsize
+            total += count * math.prod(self.modulation_shape) * modulation
         return int(total)
 
     @property
     def is_dshift_dy(self) -> bool:
-        """Whether each element of y has a shift of its own, of y's dtype.
-
-        The gradient of such a shift is dy itself, so autograd calls no operator to compute it.
-        """
+        """Whether each element of y has a shift of its own, of y's dtype. Its gradient is then
+        dy itself, so autograd calls no operator to compute it."""
         return self.modulation == PER_TOKEN and self.torch_modulation_dtype == self.torch_out_dtype
 
     def ratio(self, us: float, copy_us: float) -> float:
@@ -173,45 +160,11 @@ class Case:
         return (self.bytes / us) / (2 * self.tensor_bytes / copy_us)
 
     @property
-    def size(self) -> str:
-        shape = self.image or self.shape
-        if self.heads:
-            shape = shape[:2] + shape[3:]
-        size = "x".join(map(str, shape))
-        usual = self.image is None or self.family.groups in (None, self.groups)
-        return size if usual else f"{size}/{self.groups}"
-
-    @property
-    def _per(self) -> str:
-        return " per-token" if self.modulation == PER_TOKEN else ""
-
-    @property
-    def text(self) -> str:
-        """The text from which `parse_case` makes this case."""
-        return f"{self.size} {self.types} {self.op}{self._per}"
-
-    @property
     def name(self) -> str:
-        return f"{self.op} {self.size} {self.types}{self._per}"
-
-
-def make_case(op: str, sizes: tuple[int, ...], dtype: str, target: float | None = None,
-              *, groups: int | None = None, **more: Any) -> Case:  # fmt: skip
-    """A case from the sizes that name it (`SIZES`); groups are those of an image's channels."""
-    family = family_of(op)
-    if len(sizes) != SIZES[family.layout].count("x") + 1:
-        raise ValueError(f"expected {SIZES[family.layout]} for {op}, got {len(sizes)} sizes")
-    cols, rows = sizes[-1], math.prod(sizes[:-1])
-    if family.layout == HEADS:
-        return Case(op, 2 * rows, cols, dtype, target, samples=sizes[0], heads=sizes[2], **more)
-    if family.layout == SAMPLES:
-        more["modulation"] = more.get("modulation") or PER_SAMPLE
-        return Case(op, rows, cols, dtype, target, samples=sizes[0], **more)
-    if family.layout == IMAGE:
-        rows = sizes[0] * (groups or family.groups or math.prod(sizes[2:]))
-        cols = math.prod(sizes) // max(rows, 1)
-        return Case(op, rows, cols, dtype, target, image=sizes, **more)
-    return Case(op, rows, cols, dtype, target, **more)
+        """The text from which `parse_case` makes this case."""
+        size = "x".join(map(str, self.sizes)) + (f"/{self.of_groups}" if self.of_groups else "")
+        per = " per-token" if self.modulation == PER_TOKEN else ""
+        return f"{size} {self.types} {self.op}{per}"
 
 
 def parse_case(text: str) -> Case:
@@ -222,26 +175,25 @@ def parse_case(text: str) -> Case:
     are per token: "1x4608x3072 bf16*fp32 ada_forward per-token". "/G" behind an image's size is the
     number of its groups.
     """
-    words = re.fullmatch(r"(\d+(?:x\d+)*)(?:/(\d+))? (\S+) (\w+)( per-token)?", text.strip())
+    words = re.fullmatch(r"(\d+(?:x\d+)*)(?:/(\d+))? (\w+)(?:\+(\w+))?(?:\*(\w+))?(?:>(\w+))? "
+                         r"(\w+)( per-token)?", text.strip())  # fmt: skip
     if words is None:
-        raise ValueError(f'expected "SIZE DTYPE OP", e.g. "32768x1024 bf16 backward", got {text!r}')
-    size, groups, types, op, per = words.groups()
-    match = re.fullmatch(r"(\w+)(?:\+(\w+))?(?:\*(\w+))?(?:>(\w+))?", types)
-    if match is None:
-        raise ValueError(f'expected a dtype, or "X+WEIGHTS*MODULATIONS>Y", got {types!r}')
-    names = [None if name is None else SHORT_NAMES.get(name, name) for name in match.groups()]
-    for name in names:
-        if name is not None and name not in DTYPES:
+        raise ValueError('expected "SIZE DTYPE OP", e.g. "32768x1024 bf16 backward", of DTYPE '
+                         f'"X+WEIGHTS*MODULATIONS>Y", got {text!r}')  # fmt: skip
+    size, groups, *types, op, per = words.groups()
+    dtype, *others = [name and SHORT_NAMES.get(name, name) for name in types]
+    for name in (dtype, *others):
+        if name and name not in DTYPES:
             raise ValueError(f"unknown dtype {name!r}: known are {', '.join(DTYPES)}")
-    dtype = str(names[0])
-    others = (None if name == dtype else name for name in names[1:])
-    more: dict[str, Any] = dict(
-        zip(("weight_dtype", "modulation_dtype", "out_dtype"), others, strict=True)
-    )
-    sizes = tuple(map(int, size.split("x")))
-    if per:
-        more["modulation"] = PER_TOKEN
-    case = make_case(op, sizes, dtype, groups=int(groups) if groups else None, **more)
+    fields = ("weight_dtype", "modulation_dtype", "out_dtype")
+    more: dict[str, Any] = {field: None if name == dtype else name
+                            for field, name in zip(fields, others, strict=True)}  # fmt: skip
+    family = family_of(op)
+    if per or family.layout == SAMPLES:
+        more["modulation"] = PER_TOKEN if per else PER_SAMPLE
+    if groups and int(groups) != family.groups:
+        more["of_groups"] = int(groups)
+    case = Case(op, tuple(map(int, size.split("x"))), str(dtype), **more)
     return KNOWN.get(case.name, case)
 
 
@@ -284,12 +236,10 @@ def _grid() -> Iterator[Case]:
         for j, rows in enumerate(min(height, LARGEST // cols) for height in HEIGHTS):
             other, types = FAMILIES[_GRID[(i + 2 * j) % len(_GRID)]], _TYPES[(i + j) % len(_TYPES)]
             for family, kind in ((FAMILIES[""], "bfloat16"), (FAMILIES[""], types), (other, types)):
+                size, samples = f"{rows}x{cols}", math.gcd(rows, 8)
                 if family.layout == SAMPLES:
-                    tokens = math.gcd(rows, 8)
-                    size = f"{tokens}x{rows // tokens}x{cols}"
+                    size = f"{samples}x{rows // samples}x{cols}"
                     kind = "bf16*fp32" if "+" in kind else kind
-                else:
-                    size = f"{rows}x{cols}"
                 yield from (parse_case(f"{size} {kind} {family.name}{way}") for way in family.ways)
 
 

@@ -11,16 +11,15 @@ the median over the rounds. A case counts as SLOWER if it takes more than 3% and
 longer (--percent, --us), and then it is timed once more, for longer. With --eager, PyTorch's time
 of the same case stands beside them, and what the new build does more slowly is named.
 
-The cases are those of `the_list` in benchmarks/cases.py, those of the benchmark page first, forward
-of these also with the statistics that training needs; --sweep and --sweep-groups add so many points
-of the sweeps. A case that fails in the old build, which may lack the operator, is skipped. The exit
-status is 1 if a case is SLOWER, if it fails in the new build alone, or if one was left out for
-time. $OUT/compare.json holds all results.
+The cases are those of `the_list` in benchmarks/cases.py, forward of those of the benchmark page
+also with the statistics that training needs; --sweep and --sweep-groups add so many points of the
+sweeps. A case that fails in the old build, which may lack the operator, is skipped. The exit status
+is 1 if a case is SLOWER, fails in the new build alone, or was left out for time. $OUT/compare.json
+holds all results.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import faulthandler
 import fnmatch
 import os
@@ -32,7 +31,7 @@ import time
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,8 +45,7 @@ MIN_REPLAYS = 4  # of one measurement
 LEVEL = 1.01  # a time within 1% of eager PyTorch's is not slower
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One comparison: a case, and whether forward gives mean and rstd too."""
 
     case: Case
@@ -61,11 +59,10 @@ class Job:
 def jobs_of(cases: Iterable[Case], ops: str = "*", dtypes: str = "", part: str = "") -> list[Job]:
     """The jobs of the cases that the filters leave, each a list with commas: patterns of operators;
     dtypes of x or all of a case's, as its name has them ("bf16+fp32"); parts of names."""
-    patterns = ops.split(",")
     types = {SHORT_NAMES.get(name, name) for name in dtypes.split(",")}
     jobs = []
     for case in cases:
-        if (any(fnmatch.fnmatch(case.op, pattern) for pattern in patterns)
+        if (any(fnmatch.fnmatch(case.op, pattern) for pattern in ops.split(","))
                 and (not dtypes or not types.isdisjoint((case.dtype, case.types)))
                 and any(one in case.name for one in part.split(","))):  # fmt: skip
             jobs.append(Job(case))
@@ -74,32 +71,27 @@ def jobs_of(cases: Iterable[Case], ops: str = "*", dtypes: str = "", part: str =
     return jobs
 
 
-def find_library(path: Path, folder: Path) -> Path:
-    """The library that `path` names or contains; one that lies in a wheel is unpacked to folder."""
-    name = "libfused_layernorm.so"
-    if path.suffix == ".whl":
-        with zipfile.ZipFile(path) as wheel:
-            return Path(wheel.extract(f"fused_layernorm/{name}", folder)).resolve()
-    for found in (path, path / name, path / "fused_layernorm" / name):
-        if found.is_file():
-            return found.resolve()
-    raise SystemExit(f"no {name} in {path}")
-
-
-def load(library: Path, number: int, folder: Path) -> str:
-    """Loads a copy of the library whose operators have a namespace of their own, and returns it.
+def load(path: Path, number: int, folder: Path) -> str:
+    """Loads a copy of the library that `path` names or contains, a wheel too, whose operators have
+    a namespace of their own, and returns it.
 
     The name has the same length: the copy differs in the bytes of these strings alone.
     """
-    namespace = f"fused_layernor{number}"
-    copied, count = re.subn(
-        rb"(?<![0-9A-Za-z_])fused_layernorm(?=\0|::)", namespace.encode(), library.read_bytes()
-    )
+    name, namespace = "libfused_layernorm.so", f"fused_layernor{number}"
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as wheel:
+            path = Path(wheel.extract(f"fused_layernorm/{name}", folder))
+    places = (path, path / name, path / "fused_layernorm" / name)
+    library = next((place for place in places if place.is_file()), None)
+    if library is None:
+        raise SystemExit(f"no {name} in {path}")
+    known = rb"(?<![0-9A-Za-z_])fused_layernorm(?=\0|::)"
+    copied, count = re.subn(known, namespace.encode(), library.read_bytes())
     if count == 0:
         raise SystemExit(f"{library} has no operators of fused_layernorm")
-    path = folder / f"{namespace}.so"
-    path.write_bytes(copied)
-    torch.ops.load_library(str(path))
+    copy = folder / f"{namespace}.so"
+    copy.write_bytes(copied)
+    torch.ops.load_library(str(copy))
     return namespace
 
 
@@ -111,18 +103,16 @@ class Side:
     def __init__(self, label: str, namespace: str = "") -> None:
         self.label, self.namespace = label, namespace
 
-    def calls(self, job: Job, inputs: list[Any]) -> list[timing.Call]:
-        if not self.namespace:
-            return providers.eager_calls(job.case, inputs)
-        how: dict[str, Any] = {"statistics": job.statistics, "namespace": self.namespace}
-        if missing := missing_operator(job.case, **how):
-            raise RuntimeError(f"this build has no {missing}")
-        return [ours(job.case, one, **how) for one in inputs]
-
     @torch.no_grad()
     def prepare(self, job: Job, inputs: list[Any]) -> None:
-        count = timing.call_count(len(inputs), job.case.bytes)
-        self.graph = timing.Graph(self.calls(job, inputs), count)
+        how: dict[str, Any] = {"statistics": job.statistics, "namespace": self.namespace}
+        if not self.namespace:
+            calls = providers.eager_calls(job.case, inputs)
+        elif missing := missing_operator(job.case, **how):
+            raise RuntimeError(f"this build has no {missing}")
+        else:
+            calls = [ours(job.case, one, **how) for one in inputs]
+        self.graph = timing.Graph(calls, job.case.bytes)
 
     def time(self) -> float:
         self.graph.time(0.0, 1, 1)  # replaces what the other side left in the caches
@@ -149,16 +139,15 @@ def measure(job: Job, sides: Sequence[Side], rounds: int) -> dict[str, Any]:
         try:
             side.prepare(job, inputs)
         except Exception as problem:
-            if "CUDA error" in str(problem):  # the context is lost
-                print(f"{job.name}, {side.label}: {problem}", flush=True)
             problems[side.label] = timing.sentence(problem)
     ready = [side for side in sides if side.label not in problems]
+    both = [side for side in ready if side.label != "eager"]
     times: dict[str, list[float]] = {side.label: [] for side in ready}
-    if {"old", "new"} <= {*times}:
+    if len(both) == 2:
         for number in range(rounds):
-            for side in ready[:2] if number % 2 == 0 else ready[1::-1]:
+            for side in both if number % 2 == 0 else both[::-1]:
                 times[side.label].append(side.time())
-        row["same_bits"] = all(map(torch.equal, *(side.bits() for side in ready[:2])))
+        row["same_bits"] = all(map(torch.equal, *(side.bits() for side in both)))
         ratios = [b / a for a, b in zip(times["old"], times["new"], strict=True)]
         found = {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
         row |= {name: round(ratio, 4) for name, ratio in found.items()}
@@ -173,11 +162,9 @@ def measure(job: Job, sides: Sequence[Side], rounds: int) -> dict[str, Any]:
 
 def is_slower(row: dict[str, Any], percent: float, us: float) -> bool:
     """Whether the new build is slower by more than both, or fails and the old one does not."""
-    problems = row.get("problems", {})
-    if "ratio" not in row:
-        return "new" in problems and "old" not in problems
-    more = row["ratio"] - 1
-    return bool(more > percent / 100 and more * row["old_us"] > us)
+    problems, more = row.get("problems", {}), row.get("ratio", 1.0) - 1
+    fails = "new" in problems and "old" not in problems
+    return fails or bool(more > percent / 100 and more * row["old_us"] > us)
 
 
 def is_beaten(row: dict[str, Any]) -> bool:
@@ -192,20 +179,19 @@ def compare(
     measured: list[tuple[Job, dict[str, Any]]] = []
     end, rows = time.monotonic() + seconds, []
     for job in jobs:
-        if time.monotonic() > end - 0.15 * seconds:
+        left = end - time.monotonic()
+        if left < 0.15 * seconds:
             break
         if len(measured) % 50 == 0:
-            print(
-                f"{len(measured)} of {len(jobs)}, {end - time.monotonic():.0f} s left", flush=True
-            )
+            print(f"{len(measured)} of {len(jobs)}, {left:.0f} s left", flush=True)
         measured.append((job, measure(job, sides, ROUNDS)))
     for job, row in sorted(measured, key=lambda pair: -pair[1].get("ratio", 0.0)):
         if is_slower(row, percent, us) and "ratio" in row and time.monotonic() < end:
             row = {**measure(job, sides, AGAIN), "first_ratio": row["ratio"]}
         rows.append({**row, "slower": is_slower(row, percent, us)})
     rows.sort(key=lambda row: (-row["slower"], -row.get("ratio", 0.0)))
-    left = [job.name for job in jobs[len(measured) :]]
-    return {"percent": percent, "us": us, "rows": rows, "left_out": left}
+    return {"percent": percent, "us": us, "rows": rows,
+            "left_out": [job.name for job in jobs[len(measured) :]]}  # fmt: skip
 
 
 def line(row: dict[str, Any]) -> str:
@@ -213,9 +199,8 @@ def line(row: dict[str, Any]) -> str:
     problems = "; ".join(f"{side}: {said}" for side, said in row.get("problems", {}).items())
     if "ratio" not in row:
         return f"{name:<52} {'FAILED' if row['slower'] else 'skipped'} {problems}"
-    bits = "same" if row["same_bits"] else "differ"
-    said = (f"{name:<52}{row['old_us']:>10.2f}{row['new_us']:>10.2f}{row['ratio']:>8.3f}"
-            f"  {row['least']:.3f}-{row['most']:.3f}  {bits:<7}")  # fmt: skip
+    said = f"{name:<52}{row['old_us']:>10.2f}{row['new_us']:>10.2f}{row['ratio']:>8.3f}  "
+    said += f"{row['least']:.3f}-{row['most']:.3f}  {'same' if row['same_bits'] else 'differ':<7}"
     if "eager_us" in row:
         said += f"{row['eager_us']:>10.2f}{row['new_us'] / row['eager_us']:>8.3f} "
     first = f"at first {row['first_ratio']:.3f}" if "first_ratio" in row else ""
@@ -229,22 +214,21 @@ def text(report: dict[str, Any], most: int) -> str:
     failed = [row for row in report["rows"] if "ratio" not in row]
     beaten = sorted(filter(is_beaten, timed), key=lambda row: -row["new_us"] / row["eager_us"])
     slow = sum(row["slower"] for row in report["rows"])
-    lines = [f"{'case':<52}{'old us':>10}{'new us':>10}{'ratio':>8}  {'range':<11}  {'bits':<7}"
-             f"{'eager us':>10}{'ratio':>8}", *map(line, timed[: max(most, slow)])]  # fmt: skip
-    if beaten:
-        lines += ["", f"slower than eager PyTorch: {len(beaten)}", *map(line, beaten[:most])]
-    lines += ["", *map(line, failed[:most])]
+    differ = sum(not row["same_bits"] for row in timed)
     of_op: dict[str, list[float]] = {}
     for row in timed:
         mixed = "mixed " * results.case_of(row).mixed
         of_op.setdefault(f"{mixed}{row['op']}", []).append(row["ratio"])
-    for op, ratios in of_op.items():
-        mean = statistics.geometric_mean(ratios)
-        lines.append(f"{op:<28}{len(ratios):>4} cases: mean ratio {mean:.4f}, "
-                     f"{min(ratios):.3f} to {max(ratios):.3f}")  # fmt: skip
-    differ = sum(not row["same_bits"] for row in timed)
     return "\n".join([
-        *lines,
+        f"{'case':<52}{'old us':>10}{'new us':>10}{'ratio':>8}  {'range':<11}  {'bits':<7}"
+        f"{'eager us':>10}{'ratio':>8}",
+        *map(line, timed[: max(most, slow)]),
+        *(["", f"slower than eager PyTorch: {len(beaten)}"] if beaten else []),
+        *map(line, beaten[:most]),
+        "",
+        *map(line, failed[:most]),
+        *(f"{op:<28}{len(ratios):>4} cases: mean ratio {statistics.geometric_mean(ratios):.4f}, "
+          f"{min(ratios):.3f} to {max(ratios):.3f}" for op, ratios in of_op.items()),
         f"{len(timed)} compared, {len(failed)} not, {len(report['left_out'])} left out for time; "
         f"{differ} differ in some bit; {slow} SLOWER by more than {report['percent']:g}% and "
         f"{report['us']:g} us",
@@ -274,13 +258,12 @@ def main(argv: list[str] | None = None) -> int:
     jobs = jobs_of(cases, arguments.ops, arguments.dtypes, arguments.cases)
     if not jobs:
         parser.error("no case is left by these filters")
+    sides: list[Side] = []
     with tempfile.TemporaryDirectory() as folder:
-        sides = [
-            Side(label, load(find_library(path, Path(folder) / label), number, Path(folder)))
-            for number, (label, path) in enumerate((("old", arguments.old), ("new", arguments.new)))
-        ]
-    for side in sides:
-        print(f"{side.label}: {getattr(torch.ops, side.namespace)._build_info()}", flush=True)
+        for label, path in (("old", arguments.old), ("new", arguments.new)):
+            sides.append(Side(label, load(path, len(sides), Path(folder))))
+            built = getattr(torch.ops, sides[-1].namespace)._build_info()
+            print(f"{label}: {built}", flush=True)
     sides += [Side("eager")] * arguments.eager
     # A kernel that never ends would hold the process for ever.
     faulthandler.dump_traceback_later(arguments.limit_seconds + 60, exit=True)
@@ -288,10 +271,10 @@ def main(argv: list[str] | None = None) -> int:
     spent = time.monotonic() - start
     report = compare(jobs, sides, arguments.limit_seconds - spent, arguments.percent, arguments.us)
     faulthandler.cancel_dump_traceback_later()
-    out = Path(os.environ.get("OUT", results.ROOT / "build"))
-    results.write(out / "compare.json", {**results.stamp(), **report})
+    path = Path(os.environ.get("OUT", results.ROOT / "build")) / "compare.json"
+    results.write(path, {**results.stamp(), **report})
     print(text(report, arguments.lines))
-    print(f"{time.monotonic() - start:.0f} s; written: {out / 'compare.json'}")
+    print(f"{time.monotonic() - start:.0f} s; written: {path}")
     return 1 if report["left_out"] or any(row["slower"] for row in report["rows"]) else 0
 
 

@@ -22,7 +22,6 @@ Case: TypeAlias = Any  # a case of benchmarks.cases, which knows this table
 EPS = 1e-5
 Tensors = dict[str, Tensor]
 Stock = Callable[[Case, Tensors], Any]
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
 # How x lies, and the sizes that name a case.
 ROWS = "rows"  # rows x columns
@@ -38,10 +37,10 @@ class Family:
     `inputs` are the tensors of a forward call, `gradients` those of them in whose order our
     backward operator gives gradients. `tensors` is how many tensors of x's size must move, forward
     and backward, y or dy among them, and `columns` how many of a row's size (weights, biases and
-    their gradients); `modulations` counts shift, scale, gate and their gradients. `operator` is the
-    forward operator of torch.ops.fused_layernorm and, with "_backward" behind it, the backward one;
-    `options` are those of its arguments that are no tensors and have other values than OPTIONS.
-    `groups` of an image is the number of groups of a sample's channels, each of which is a row.
+    their gradients); `modulations` counts shift, scale, gate and their gradients. `operator` and
+    `backward_operator` (by default with "_backward" behind it) are those of this package's
+    operators; `options` those of their arguments that are no tensors and have other values than
+    OPTIONS. `groups` of an image is how many groups its channels have, each of which is a row.
     """
 
     name: str
@@ -79,28 +78,19 @@ class Family:
         return self.operator, self.backward_operator or f"{self.operator}_backward"
 
 
-# ---- How models write them.
-
-
 def norm(case: Case, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """The case's norm of the last dimension, in y's dtype.
-
-    PyTorch takes no half-precision x beside float32 parameters: x is cast, as autocast does.
-    """
-    if weight is not None:
-        x = x.to(weight.dtype)
-    if case.family.is_rms:
-        y = F.rms_norm(x, (case.cols,), weight, EPS)
-    else:
-        y = F.layer_norm(x, (case.cols,), weight, bias, EPS)
+    """The case's norm of the last dimension, in y's dtype. PyTorch takes no half-precision x beside
+    float32 parameters: x is cast, as autocast does."""
+    x = x if weight is None else x.to(weight.dtype)
+    y = (F.rms_norm(x, (case.cols,), weight, EPS) if case.family.is_rms
+         else F.layer_norm(x, (case.cols,), weight, bias, EPS))  # fmt: skip
     return y.to(case.torch_out_dtype) if case.mixed else y
 
 
 def activated(case: Case, y: Tensor) -> Tensor:
-    family = case.family
-    if family.activation is not None:
-        y = ACTIVATIONS[family.activation](y)
-    return y if family.scale == 1.0 else y * family.scale
+    activation, scale = case.family.activation, case.family.scale
+    y = y if activation is None else getattr(F, activation)(y)
+    return y if scale == 1.0 else y * scale
 
 
 def plain(case: Case, t: Tensors) -> Any:
@@ -172,15 +162,12 @@ def packed(case: Case, t: Tensors) -> Any:
 
 def gated(case: Case, t: Tensors) -> Any:
     """As Qwen3-Next and Mamba 2 write it: in float32, rounded to x's dtype in front of weight."""
-    family, x, value = case.family, t["x"].float(), F.silu(t["gate"].float())
-    x = x * value if family.name == "gate_first_" else x
-    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-    y = t["weight"] * x.to(case.torch_dtype)
-    y = y if family.name == "gate_first_" else y * value
-    return y.to(case.torch_out_dtype)
+    is_first = case.family.name == "gate_first_"
+    x, value = t["x"].float(), F.silu(t["gate"].float())
+    x = x * value if is_first else x
+    y = t["weight"] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)).to(case.torch_dtype)
+    return (y if is_first else y * value).to(case.torch_out_dtype)
 
-
-# ---- The table.
 
 RMS = (("statistic", "rms"),)
 XW, XRW = ("x", "weight"), ("x", "residual", "weight")
@@ -241,8 +228,7 @@ def ops_of(*families: Family) -> tuple[str, ...]:
 def family_of(op: str) -> Family:
     """The family of an operator; raises ValueError for an unknown one."""
     name = op.removesuffix("forward").removesuffix("backward")
-    family = FAMILIES.get(name)
-    if family is None or op.removeprefix(name) not in family.ways:
+    if name not in FAMILIES or op not in ops_of(FAMILIES[name]):
         known = ", ".join(ops_of(*FAMILIES.values()))
         raise ValueError(f"unknown op {op!r}: known are {known}")
-    return family
+    return FAMILIES[name]

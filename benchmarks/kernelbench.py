@@ -3,20 +3,18 @@
 
     python -m benchmarks.kernelbench [--problems 2/27,3/] [--add]
 
-Chains like those of its problems, at the shapes that the norms see there, in float32, forward,
-without TF32: the stock chain, swapped with neighbours, compiled, and swapped and compiled. Each
-problem has a process of its own; the processes compile side by side and measure one at a time, the
-four in turns. A time is the median of the rounds, in milliseconds of wall time. Shown are the
-ratios swapped / stock and swapped and compiled / compiled, the largest first, and SLOWER where one
-is above 1.02. All must agree with the stock chain. A full run, or one with --add, stands under
-"kernelbench" in the results file.
+Chains like those of its problems, at their shapes, in float32, forward, without TF32: the stock
+chain, swapped with neighbours, compiled, and swapped and compiled, each problem in a process as in
+benchmarks.models. A time is the median wall time of the rounds, in milliseconds. Shown are the
+ratios swapped / stock and swapped and compiled / compiled, the largest first, SLOWER where one is
+above 1.02, and DIFFERS where one is not the stock chain's result. A full run, or one with --add,
+stands under "kernelbench" in the results file.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import statistics
 import sys
 from collections.abc import Callable
@@ -28,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import results, timing, turns
-from benchmarks.ours import require_kernels
+from benchmarks.ours import package, require_kernels
 
 LIMIT = 1.02
 TOLERANCE = 1e-4  # of the largest value, or of one, between a variant and the stock chain
@@ -38,19 +36,21 @@ Step = Callable[[Tensor], Tensor]
 
 
 class Chain(nn.Module):
-    """Modules and functions, one after the other."""
+    """Modules and functions, one after the other; `is_residual` adds x to what they give."""
 
-    def __init__(self, *steps: Any) -> None:
+    def __init__(self, *steps: Any, is_residual: bool = False) -> None:
         super().__init__()
         self.modules_ = nn.ModuleList(step for step in steps if isinstance(step, nn.Module))
         places = iter(range(len(steps)))
         self.steps: list[Any] = [next(places) if isinstance(step, nn.Module) else step
                                  for step in steps]  # fmt: skip
+        self.is_residual = is_residual
 
     def forward(self, x: Tensor) -> Tensor:
+        y = x
         for step in self.steps:
-            x = self.modules_[step](x) if isinstance(step, int) else step(x)
-        return x
+            y = self.modules_[step](y) if isinstance(step, int) else step(y)
+        return x + y if self.is_residual else y
 
 
 class Parameter(nn.Module):
@@ -62,17 +62,6 @@ class Parameter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.value if self.multiplies else x + self.value
-
-
-class Residual(nn.Module):
-    """x + inner(x)."""
-
-    def __init__(self, *steps: Any) -> None:
-        super().__init__()
-        self.inner = Chain(*steps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
 
 
 class Attention(nn.Module):
@@ -87,20 +76,15 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
+_residual = functools.partial(Chain, is_residual=True)
+
+
 def _blocks(count: int, width: int, heads: int, causal: bool = False) -> list[nn.Module]:
     """Transformer blocks with the norms in front."""
     return [module for _ in range(count) for module in (
-        Residual(nn.LayerNorm(width), Attention(width, heads, causal)),
-        Residual(nn.LayerNorm(width), nn.Linear(width, 4 * width), F.gelu,
+        _residual(nn.LayerNorm(width), Attention(width, heads, causal)),
+        _residual(nn.LayerNorm(width), nn.Linear(width, 4 * width), F.gelu,
                  nn.Linear(4 * width, width)))]  # fmt: skip
-
-
-def _rms(x: Tensor) -> Tensor:
-    return x / torch.sqrt(torch.mean(x**2, dim=1, keepdim=True) + 1e-5)
-
-
-def _tokens(x: Tensor) -> Tensor:
-    return x.flatten(2).transpose(1, 2)
 
 
 def _linear(groups: int, *steps: Step | nn.Module, before: tuple[Any, ...] = ()) -> list[Any]:
@@ -141,7 +125,8 @@ PROBLEMS: dict[str, tuple[tuple[int, ...], Callable[[], list[Any]]]] = {
         nn.ConvTranspose3d(3, 16, 3, 2, 1), F.silu, nn.GroupNorm(4, 16), F.hardswish]),
     "2/61": ((16, 64, 32, 32, 32), lambda: [
         nn.ConvTranspose3d(64, 128, 3, bias=False), torch.relu, nn.GroupNorm(8, 128)]),
-    "1/36": (_IMAGES, lambda: [_rms]),
+    "1/36": (_IMAGES, lambda: [
+        lambda x: x / torch.sqrt(torch.mean(x**2, dim=1, keepdim=True) + 1e-5)]),
     "2/62": ((1024, 8192), lambda: _linear(512, F.leaky_relu, lambda x: x + x)),
     "2/75": ((1024, 8192), lambda: _linear(
         512, lambda x: x.amin(1, keepdim=True), Parameter(8192, 1, 1))),
@@ -158,24 +143,18 @@ PROBLEMS: dict[str, tuple[tuple[int, ...], Callable[[], list[Any]]]] = {
     "2/88": ((1024, 8192), lambda: _linear(
         256, F.silu, Parameter(8192, multiplies=True), F.silu)),
     "2/92": ((128, 8, 128, 128), lambda: [
-        nn.Conv2d(8, 64, 3), Residual(nn.GroupNorm(16, 64), torch.tanh, F.hardswish),
+        nn.Conv2d(8, 64, 3), _residual(nn.GroupNorm(16, 64), torch.tanh, F.hardswish),
         lambda x: x.logsumexp(1, keepdim=True)]),
     "2/94": ((1024, 8192), lambda: _linear(
         256, before=(Parameter(8192), F.hardtanh, F.mish))),
     "1/40": ((16, 64, 256, 256), lambda: [nn.LayerNorm((64, 256, 256))]),
     "3/28": ((2, 197, 512), lambda: [*_blocks(6, 512, 8), nn.LayerNorm(512)]),
-    "3/31": ((2, 16384, 128), lambda: [Residual(Attention(128, 4)), nn.LayerNorm(128)]),
+    "3/31": ((2, 16384, 128), lambda: [_residual(Attention(128, 4)), nn.LayerNorm(128)]),
     "3/32": ((10, 3, 128, 128), lambda: [
-        nn.Conv2d(3, 128, 4, 4), _tokens, *_blocks(6, 128, 4), nn.LayerNorm(128)]),
+        nn.Conv2d(3, 128, 4, 4), lambda x: x.flatten(2).transpose(1, 2), *_blocks(6, 128, 4),
+        nn.LayerNorm(128)]),
     "3/44": ((128, 512, 768), lambda: _blocks(1, 768, 8, causal=True)),
 }  # fmt: skip
-
-
-def variants_of(chain: nn.Module) -> dict[str, Callable[..., Tensor]]:
-    swapped = copy.deepcopy(chain)
-    importlib.import_module("fused_layernorm").swap_norms(swapped, neighbours=True)
-    return {"eager": chain, "swapped": swapped, "compiled": torch.compile(chain),
-            "swapped_compiled": torch.compile(copy.deepcopy(swapped))}  # fmt: skip
 
 
 def difference(call: Callable[..., Tensor], x: Tensor, expected: Tensor) -> Tensor:
@@ -183,7 +162,7 @@ def difference(call: Callable[..., Tensor], x: Tensor, expected: Tensor) -> Tens
 
 
 @torch.no_grad()
-def measure(name: str, rounds: int = ROUNDS, lock: Path | None = None) -> dict[str, Any]:
+def measure(name: str, rounds: int, lock: Path) -> dict[str, Any]:
     """A problem's row: the median time of each variant, and how far it is from the stock chain."""
     shape, make = PROBLEMS[name]
     row: dict[str, Any] = {"problem": name, "shape": list(shape)}
@@ -191,18 +170,19 @@ def measure(name: str, rounds: int = ROUNDS, lock: Path | None = None) -> dict[s
         torch.manual_seed(0)
         with torch.device(timing.DEVICE):
             chain, x = Chain(*make()), torch.rand(shape)
-        calls = variants_of(chain)
+        swapped = package().swap_norms(copy.deepcopy(chain), neighbours=True)
+        chains = (chain, swapped, torch.compile(chain), torch.compile(copy.deepcopy(swapped)))
+        calls = dict(zip(VARIANTS, chains, strict=True))
         expected = timing.patiently(lambda: chain(x))
         most = expected.abs().max().clamp_min(1)  # the mean of normalized values is near zero
         for variant, call in calls.items():
             off = timing.patiently(functools.partial(difference, call, x, expected))
             row[f"{variant}_error"] = round(float(off / most), 8)
         del expected
-        if timing.DEVICE == "cuda":
-            torch.cuda.empty_cache()  # others prepare beside it
+        torch.cuda.empty_cache()  # others prepare beside it
     with turns.measuring(lock):
         runs = {variant: [functools.partial(call, x)] for variant, call in calls.items()}
-        walls = timing.in_turns(VARIANTS, rounds, lambda one: timing.wall_time(runs[one], 3) / 1e3)
+        walls = timing.in_turns(runs, rounds, lambda one: timing.wall_time(runs[one], 3) / 1e3)
     for variant, times in walls.items():
         row |= timing.summary(variant, times, "ms")
     return row
@@ -210,55 +190,43 @@ def measure(name: str, rounds: int = ROUNDS, lock: Path | None = None) -> dict[s
 
 def ratios_of(row: dict[str, Any]) -> tuple[float, float]:
     """Swapped over stock, and the same of both compiled."""
-    return (row["swapped_ms"] / row["eager_ms"],
-            row["swapped_compiled_ms"] / row["compiled_ms"])  # fmt: skip
+    return row["swapped_ms"] / row["eager_ms"], row["swapped_compiled_ms"] / row["compiled_ms"]
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'problem':<10}{'stock':>10}{'swapped':>10}{'compiled':>10}{'both':>10}"
-             f"{'swapped':>10}{'both':>8}"]  # fmt: skip
+    heads = ("stock", "swapped", "compiled", "both", "swapped", "both")
+    lines = [f"{'problem':<10}{''.join(f'{head:>10}' for head in heads)}"]
     for row in sorted(rows, key=lambda row: -max(ratios_of(row))):
-        ratios = ratios_of(row)
+        cells = (*(row[f"{variant}_ms"] for variant in VARIANTS), *ratios_of(row))
         wrong = max(row[f"{variant}_error"] for variant in VARIANTS)
-        notes = [*(["SLOWER"] if max(ratios) > LIMIT else []),
-                 *([f"DIFFERS by {wrong:.1e}"] if not wrong < TOLERANCE else [])]  # fmt: skip
-        line = "".join(f"{row[f'{variant}_ms']:>10.3f}" for variant in VARIANTS)
-        line += f"{ratios[0]:>10.3f}{ratios[1]:>8.3f} {', '.join(notes)}"
-        lines.append(f"{row['problem']:<10}{line}".rstrip())
+        notes = ["SLOWER" * (max(ratios_of(row)) > LIMIT),
+                 f"DIFFERS by {wrong:.1e}" * (not wrong < TOLERANCE)]  # fmt: skip
+        line = "".join(f"{cell:>10.3f}" for cell in cells)
+        lines.append(f"{row['problem']:<10}{line} {', '.join(filter(None, notes))}".rstrip())
     means = map(statistics.geometric_mean, zip(*map(ratios_of, rows), strict=True))
     return "\n".join([*lines, "geometric means " + ", ".join(f"{mean:.3f}" for mean in means)])
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = results.parser("kernelbench", __doc__)
-    parser.add_argument("--problems", default="", help='names or beginnings: "2/3,3/"')
+    parser.add_argument("--problems", help='names or beginnings: "2/3,3/"')
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--jobs", type=int, default=6, help="processes that compile side by side")
-    parser.add_argument("--limit-seconds", type=float, default=540)
-    parser.add_argument("--add", action="store_true", help="into the results file")
-    parser.add_argument("--output", type=Path, help="of one problem's process")
-    parser.add_argument("--lock", type=Path, help="measure here, one process at a time")
+    turns.add_arguments(parser, jobs=6, seconds=540)
     arguments = parser.parse_args(argv)
-    names = [name for name in PROBLEMS if any(
-        part == name or (part not in PROBLEMS and name.startswith(part))
-        for part in arguments.problems.split(","))]  # fmt: skip
-    if not names:
-        parser.error(f"known are {', '.join(PROBLEMS)}")
+    names = results.chosen("problem", arguments.problems, PROBLEMS)
     require_kernels()
-    if arguments.lock is not None:
+    if arguments.lock is not None:  # the process of one problem
         torch.backends.cudnn.allow_tf32 = False
-        rows = [measure(name, arguments.rounds, arguments.lock) for name in names]
+        rows = [measure(names[0], arguments.rounds, arguments.lock)]
         results.write(arguments.output, {"rows": rows})
         return 0
-    calls = [["--problems", name, "--rounds", str(arguments.rounds)] for name in names]
-    found = turns.collect("benchmarks.kernelbench", calls, arguments.jobs, arguments.limit_seconds)
-    rows = [row for measured, _ in found for row in measured.get("rows", [])]
-    skipped = [f"{name}: {said}" for name, (_, said) in zip(names, found, strict=True) if said]
+    calls = {name: ["--problems", name, "--rounds", str(arguments.rounds)] for name in names}
+    part = turns.collect(
+        "benchmarks.kernelbench", calls, arguments.jobs, arguments.budget_seconds)  # fmt: skip
+    rows, skipped = part["rows"], part["skipped"]
     print("\n".join([*([text(rows)] if rows else []), *(f"left out: {line}" for line in skipped)]))
     if arguments.add or not arguments.problems:
-        path = results.default_path(torch.cuda.get_device_name())
-        results.update(path, "kernelbench", {**results.stamp(), "rows": rows, "skipped": skipped})
-        print(f"written: {path}")
+        results.update({"kernelbench": {**results.stamp(), **part}}, arguments.output)
     return 1 if skipped or any(max(ratios_of(row)) > LIMIT for row in rows) else 0
 
 

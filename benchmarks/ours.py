@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any
 
@@ -29,11 +30,11 @@ def make_inputs(case: Case, limit: int | None = None) -> list[Tensors]:
     """Distinct random inputs for a case, together larger than L2, or `limit` of them.
 
     Each is the tensors of its family's forward call, by name, and in backward the gradients of the
-    outputs: dy, and dresidual of a sum, or dq_out, dk_out and dv. weight and bias are shared, as
-    they are between the calls of a real model, and so are cos and sin. shift, scale and gate are
-    views of one tensor of six, as diffusion transformers cut them out of one layer's output.
+    outputs: dy, and dresidual of a sum, or dq_out, dk_out and dv. weight, bias, cos and sin are
+    shared, as between the calls of a real model. shift, scale and gate are views of one tensor of
+    six, as diffusion transformers cut them out of one layer's output.
     """
-    count = limit or timing.input_count(case.bytes, timing.l2_bytes())
+    count = limit or timing.input_count(case.bytes)
     shared = _shared(case)
     return [{**_own(case), **shared} for _ in range(count)]
 
@@ -63,12 +64,10 @@ def _own(case: Case) -> Tensors:
         found["qkv"] = _randn(shape, dtype).flatten(2, 3)
     elif family.layout == HEADS:
         found["q"], found["k"], _ = _randn(shape, dtype).unbind(2)
-    elif case.image is not None and family.groups is None:
-        found["x"] = _randn(case.image, dtype).permute(0, 2, 3, 1)
-    elif case.image is not None and family.nhwc:
-        found["x"] = _randn(shape, dtype).contiguous(memory_format=torch.channels_last)
+    elif family.layout == IMAGE and family.groups is None:
+        found["x"] = _randn(case.sizes, dtype).permute(0, 2, 3, 1)
     else:
-        found["x"] = _randn(shape, dtype)
+        found["x"] = _in_order(case, _randn(shape, dtype))
     if family.layout == SAMPLES:
         *groups, cols = case.modulation_shape
         six = _randn((*groups, 6 * cols), case.torch_modulation_dtype).chunk(6, dim=-1)
@@ -87,24 +86,26 @@ def _own(case: Case) -> Tensors:
     return found
 
 
-def _in_order(case: Case, dy: Tensor) -> Tensor:
-    """The gradient of y in y's order of memory."""
-    if case.family.layout != IMAGE:
-        return dy
-    if case.family.groups is not None:
-        return dy.contiguous(memory_format=torch.channels_last) if case.family.nhwc else dy
-    return dy if case.family.nhwc else to_nchw(dy)
+def _in_order(case: Case, y: Tensor) -> Tensor:
+    """A tensor in the order of memory of y, and of the x of groups."""
+    family = case.family
+    if family.layout != IMAGE or family.nhwc == (family.groups is None):
+        return y
+    return to_nchw(y) if family.groups is None else y.contiguous(memory_format=torch.channels_last)
+
+
+def package() -> Any:
+    """fused_layernorm, which is imported where it is used alone: `compare` does without it."""
+    return importlib.import_module("fused_layernorm")
 
 
 def require_kernels() -> str:
     """Ends the program if the kernels cannot run here; returns what the binary was built for."""
-    import fused_layernorm  # noqa: F401  (registers the operators)
-
-    if not torch.cuda.is_available():
-        raise SystemExit("the benchmarks need a CUDA device: torch.cuda.is_available() is False")
+    package()  # registers the operators
     built = str(torch.ops.fused_layernorm._build_info())
-    if built == "cpu only":
-        raise SystemExit("the benchmarks need the kernels: this build of fused_layernorm has none")
+    if not torch.cuda.is_available() or built == "cpu only":
+        found = f"cuda.is_available() {torch.cuda.is_available()}, {built!r}"
+        raise SystemExit(f"the benchmarks need a CUDA device and the kernels, got {found}")
     return built
 
 
@@ -113,25 +114,21 @@ def missing_operator(
 ) -> str | None:
     """The case's operator if the loaded library has no kernel for it here, else None."""
     name = case.family.operators[case.backward] + ("_forward" if statistics else "")
-    known = hasattr(getattr(torch.ops, namespace), name)
-    key = timing.DEVICE.upper()
-    qualified = f"{namespace}::{name}"
-    if known and torch._C._dispatch_has_computed_kernel_for_dispatch_key(qualified, key):
-        return None
-    return name
+    has_kernel = hasattr(getattr(torch.ops, namespace), name) and (
+        torch._C._dispatch_has_computed_kernel_for_dispatch_key(
+            f"{namespace}::{name}", timing.DEVICE.upper()))  # fmt: skip
+    return None if has_kernel else name
 
 
 def _arguments(case: Case, overload: OpOverload, tensors: Tensors) -> dict[str, Any]:
-    """An operator's arguments by name: its tensors, its options, and which gradients it gives.
-
-    Options that an older build's operator lacks are left out.
-    """
+    """An operator's arguments by name: its tensors, its options, and which gradients it gives. What
+    an older build's operator lacks is left out."""
     family = case.family
     options = {
         **OPTIONS, "activation": family.activation, "scale": family.scale,
         "out_dtype": None if case.out_dtype is None else case.torch_out_dtype,
-        "num_groups": case.groups if family.groups else 1, "output_scale": family.scale,
-        "rotary_dim": case.cols if "cos" in family.inputs else 0, "num_kv_heads": case.heads,
+        "num_groups": case.groups or 1, "output_scale": family.scale,
+        "rotary_dim": case.cols if "cos" in family.inputs else 0, "num_kv_heads": case.shape[-2],
         **dict(family.options),
     }  # fmt: skip
     gradients = {*family.gradients, *({"input"} if family.layout == SAMPLES else ())}
@@ -155,11 +152,9 @@ def _arguments(case: Case, overload: OpOverload, tensors: Tensors) -> dict[str, 
 def ours(
     case: Case, t: Tensors, *, statistics: bool = False, namespace: str = "fused_layernorm"
 ) -> Call:
-    """A call of this package's operator on one input; forward with mean and rstd if `statistics`.
-
-    Backward gives the gradients of its family. The operators must be registered, by `import
-    fused_layernorm` or by loading the library alone.
-    """
+    """A call of this package's operator on one input; forward with mean and rstd if `statistics`,
+    backward with the gradients of its family. The operators must be registered, by importing the
+    package or by loading the library alone."""
     ops, family = getattr(torch.ops, namespace), case.family
     forward, backward = family.operators
     tensors = {**t, "input": t["x"]} if "x" in t else t
@@ -173,22 +168,11 @@ def ours(
         tensors = {**tensors, "x": total[0] if total else t["x"], "mean": mean, "rstd": rstd}
     overload = getattr(ops, backward).default
     arguments = _arguments(case, overload, tensors)
-    count = len(family.gradients)
     if family.groups is not None:  # it gives those of a modulation, too, which nobody asks for
         wanted = [value for name, value in arguments.items() if name.startswith("needs_d")]
         return lambda: tuple(itertools.compress(overload(**arguments), wanted))
+    names = family.gradients
     if not case.is_dshift_dy:
-        return lambda: overload(**arguments)[:count]
-    place, dy = family.gradients.index("shift"), t["dy"]
-
-    def call() -> tuple[Tensor, ...]:
-        gradients = list(overload(**arguments)[:count])
-        gradients[place] = dy
-        return tuple(gradients)
-
-    return call
-
-
-def time_calls(case: Case, calls: list[Call], **options: Any) -> float:
-    """Device microseconds of one call of a case."""
-    return timing.graph_time(calls, count=timing.call_count(len(calls), case.bytes), **options)
+        return lambda: overload(**arguments)[: len(names)]
+    return lambda: tuple(t["dy"] if name == "shift" else gradient for name, gradient
+                         in zip(names, overload(**arguments), strict=False))  # fmt: skip

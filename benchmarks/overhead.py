@@ -6,27 +6,25 @@
 
 Host time is taken on a chain of 100 norms over a tiny tensor, so that the device never holds the
 host up. The variants (the stock module, ours, a swapped one, on the GPU the stock one under
-override_aten) take turns, round after round, and the median and the best of the rounds are kept;
-the device time beside them is the sum of all kernels, by the profiler. --norms chooses norms, to
-print their times alone.
+override_aten) take turns; kept are the median and the best of the rounds, and the device time, the
+sum of all kernels by the profiler. --norms chooses norms, to print their times alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 from benchmarks import results, timing
-from benchmarks.ours import require_kernels
+from benchmarks.ours import package, require_kernels
 
 LAYERS = 100
 ROUNDS = 31
@@ -36,6 +34,9 @@ STEP_DTYPES = ((torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)
                (torch.float32, torch.float32))  # fmt: skip
 # What measure() adds to the results file.
 PARTS = ("overhead_stamp", "call_overhead", "training_step")
+# The variants of a norm, as people read them.
+LABELS = {"eager": "nn.{0}", "ours": "Fused{0}", "swapped": "swapped {0}",
+          "override": "override_aten(){1}"}  # fmt: skip
 
 
 class Norm(NamedTuple):
@@ -44,15 +45,14 @@ class Norm(NamedTuple):
     name: str
     arguments: tuple[int, ...]
     shape: tuple[int, ...] = (4, 256)
-    variants: tuple[str, ...] = ("eager", "ours", "swapped", "override")
+    variants: tuple[str, ...] = tuple(LABELS)
     channels_last: bool = False
 
     def make(self, variant: str, *arguments: Any, **options: Any) -> nn.Module:
-        package: Any = importlib.import_module("fused_layernorm")
         if variant == "ours":
-            return getattr(package, f"Fused{self.name}")(*arguments, **options)
+            return getattr(package(), f"Fused{self.name}")(*arguments, **options)
         module = getattr(nn, self.name)(*arguments, **options)
-        return package.swap_norms(module) if variant == "swapped" else module
+        return package().swap_norms(module) if variant == "swapped" else module
 
 
 _IMAGE: Any = {"shape": (2, 32, 8, 8), "variants": ("eager", "swapped")}
@@ -66,24 +66,8 @@ NORMS = {
 }
 
 
-def labels(prefix: str) -> dict[str, str]:
-    """The columns of a norm: its variants as a results file has them, and as people read them."""
-    norm, of = NORMS[prefix], f" of {NORMS[prefix].name}" if prefix else ""
-    forms = {"eager": "nn.{}", "ours": "Fused{}", "swapped": "swapped {}",
-             "override": f"override_aten(){of}"}  # fmt: skip
-    order = ", channels_last" if norm.channels_last else ""
-    return {f"{prefix}{name}": forms[name].format(norm.name) + order for name in norm.variants}
-
-
-class PassedOn(TorchFunctionMode):
+class PassedOn(BaseTorchFunctionMode):
     """A mode that is not PyTorch's own, and changes nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-# Runs a call and returns its cost in microseconds and its result.
-Measure = Callable[[Callable[[], Any]], "tuple[float, Any]"]
 
 
 def host_us(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -107,17 +91,14 @@ class Chain:
     """LAYERS norms of one variant, and every way they are called."""
 
     def __init__(self, norm: Norm, variant: str) -> None:
-        made = functools.partial(norm.make, variant, *norm.arguments, device=timing.DEVICE)
-        self.norms = [made() for _ in range(LAYERS)]
-        self.x, self.dy = torch.randn((2, *norm.shape), device=timing.DEVICE)
-        if norm.channels_last:
-            self.x, self.dy = (t.contiguous(memory_format=torch.channels_last)
-                               for t in (self.x, self.dy))  # fmt: skip
+        self.norms = [norm.make(variant, *norm.arguments, device=timing.DEVICE)
+                      for _ in range(LAYERS)]  # fmt: skip
+        order = torch.channels_last if norm.channels_last else torch.contiguous_format
+        self.x, self.dy = (torch.randn(norm.shape, device=timing.DEVICE)
+                           .contiguous(memory_format=order) for _ in range(2))  # fmt: skip
         self.halves = [self.x.bfloat16().requires_grad_() for _ in self.norms]
-        self.x.requires_grad_(not any(True for _ in self.norms[0].parameters()))
-        package: Any = importlib.import_module("fused_layernorm")
-        is_override = variant == "override"
-        self.around = package.override_aten if is_override else contextlib.nullcontext
+        self.x.requires_grad_(not [*self.norms[0].parameters()])
+        self.around = package().override_aten if variant == "override" else contextlib.nullcontext
 
     def run(self) -> torch.Tensor:
         y = self.x
@@ -130,12 +111,12 @@ class Chain:
         with torch.autocast(timing.DEVICE, torch.bfloat16):
             return [norm(x) for norm, x in zip(self.norms, self.halves, strict=True)]
 
-    def visit(self, measure: Measure) -> dict[str, float]:
+    def visit(self, measure: Callable[[Callable[[], Any]], tuple[float, Any]]) -> dict[str, float]:
         with self.around():
             return self._visit(measure)
 
-    def _visit(self, measure: Measure) -> dict[str, float]:
-        """Microseconds a layer of each way of calling, each measured once.
+    def _visit(self, measure: Callable[[Callable[[], Any]], tuple[float, Any]]) -> dict[str, float]:
+        """Microseconds a layer of each way of calling, each measured once, by host_us or device_us.
 
         "no_grad" and "inference" are forward alone, "grad" is forward with gradients, "backward"
         what follows it, "step" both; "autocast..." the same of half-precision x under autocast;
@@ -144,26 +125,26 @@ class Chain:
         """
         found: dict[str, float] = {}
 
-        def note(name: str, call: Callable[[], Any]) -> Any:
-            us, result = measure(call)
+        def note(name: str, call: Callable[[], Any], *modes: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                us, result = measure(call)
             found[name] = us / LAYERS
             return result
 
-        with torch.no_grad():
-            note("no_grad", self.run)
-        with torch.inference_mode():
-            note("inference", self.run)
+        note("no_grad", self.run, torch.no_grad())
+        note("inference", self.run, torch.inference_mode())
         y = note("grad", self.run)
         note("backward", lambda: y.backward(self.dy))
         found["step"] = found["grad"] + found["backward"]
         ys = note("autocast", self.run_half)
         dys = [torch.ones_like(y) for y in ys]
         note("autocast_backward", lambda: torch.autograd.backward(ys, dys))
-        for name, mode in (("device", torch.device(timing.DEVICE)), ("mode", PassedOn())):
-            with mode:
-                with torch.no_grad():
-                    note(f"{name}_no_grad", self.run)
-                note(f"{name}_grad", self.run)
+        modes = {"device": torch.device(timing.DEVICE), "mode": PassedOn()}
+        for name, mode in modes.items():
+            note(f"{name}_no_grad", self.run, mode, torch.no_grad())
+            note(f"{name}_grad", self.run, mode)
         for tensor in (*self.halves, self.x):
             tensor.grad = None
         for norm in self.norms:
@@ -171,50 +152,54 @@ class Chain:
         return found
 
 
-def make_chains(norms: Sequence[str] = tuple(NORMS)) -> dict[str, Chain]:
+def make_chains(norms: Iterable[str] = NORMS) -> dict[str, Chain]:
     """The chains of the norms' variants; override_aten() is for CUDA alone."""
-    names = [(prefix, variant) for prefix in norms for variant in NORMS[prefix].variants
-             if timing.DEVICE == "cuda" or variant != "override"]  # fmt: skip
-    chains = {f"{prefix}{variant}": Chain(NORMS[prefix], variant) for prefix, variant in names}
+    chains = {f"{prefix}{variant}": Chain(NORMS[prefix], variant)
+              for prefix in norms for variant in NORMS[prefix].variants
+              if timing.DEVICE == "cuda" or variant != "override"}  # fmt: skip
     for chain in chains.values():
         chain.visit(host_us)
     return chains
 
 
 def call_overhead(chains: dict[str, Chain], rounds: int) -> dict[str, dict[str, float]]:
-    """Host microseconds a layer: for each way of calling, each variant's median and best.
-
-    The keys of an entry are "ours_us", "ours_best_us", "rms_ours_us" and so on.
-    """
+    """Host microseconds a layer: for each way of calling, each variant's median and best, under
+    "ours_us", "ours_best_us", "rms_ours_us" and so on."""
 
     def measure(name: str) -> dict[str, float]:
         chains[name].visit(host_us)  # warms up after the switch
         return chains[name].visit(host_us)
 
     entries: dict[str, dict[str, float]] = {}
-    for name, visits in timing.in_turns(tuple(chains), rounds, measure).items():
+    for name, visits in timing.in_turns(chains, rounds, measure).items():
         for way in visits[0]:
             times = timing.summary(name, [visit[way] for visit in visits])
-            entries[way] = entries.get(way, {}) | times
+            entries.setdefault(way, {}).update(times)
     return entries
 
 
-def make_steps() -> Iterator[tuple[dict[str, Any], dict[str, list[timing.Call]]]]:
-    """Training steps of the module alone: the entry of the results file, and the calls of ours and
-    of nn.LayerNorm, one size after the other.
+Calls = dict[str, list[timing.Call]]
+
+
+def training_steps(measure: Callable[[Calls], dict[str, float]]) -> list[dict[str, Any]]:
+    """Training steps of the module alone: what each is, and what is measured of the calls of ours
+    and of nn.LayerNorm, one size after the other.
 
     bfloat16 activations with float32 weights go through autocast, as in training: on CUDA
     nn.LayerNorm accepts this mixture in no other way.
     """
+    entries = []
     for name, shape in STEPS:
         for dtypes in STEP_DTYPES:
-            autocast = dtypes[0] != dtypes[1]
             x, weights = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-            size = "x".join(map(str, shape))
-            title = f"{name} {size} {x}, weights {weights}" + (", autocast" if autocast else "")
+            title = f"{name} {'x'.join(map(str, shape))} {x}, weights {weights}"
+            title += ", autocast" if x != weights else ""
             calls = {variant: step_calls(variant, shape, *dtypes) for variant in ("ours", "eager")}
-            yield {"name": title, "shape": list(shape), "dtype": x, "weight_dtype": weights,
-                   "autocast": autocast}, calls  # fmt: skip
+            entries.append({
+                "name": title, "shape": list(shape), "dtype": x, "weight_dtype": weights,
+                "autocast": x != weights, **measure(calls),
+            })  # fmt: skip
+    return entries
 
 
 def step_calls(
@@ -231,7 +216,7 @@ def step_calls(
         module.zero_grad()
 
     made = functools.partial(torch.randn, shape, device=timing.DEVICE)
-    count = timing.input_count(2 * torch.Size(shape).numel() * dtype.itemsize, timing.l2_bytes())
+    count = timing.input_count(2 * torch.Size(shape).numel() * dtype.itemsize)
     return [functools.partial(step, made(dtype=dtype, requires_grad=True), made(dtype=weight_dtype))
             for _ in range(count)]  # fmt: skip
 
@@ -239,47 +224,45 @@ def step_calls(
 def measure(rounds: int = ROUNDS) -> dict[str, Any]:
     """PARTS of the results file, with device times. The wall time of a step is that of forward and
     backward in microseconds, taken over many steps with one synchronization at the end."""
-    chains = make_chains()
-    overhead = call_overhead(chains, rounds)
-    entries = []
-    for entry, calls in make_steps():
-        walls = timing.in_turns(tuple(calls), rounds, lambda key: timing.wall_time(calls[key]))  # noqa: B023
-        for key, times in walls.items():
-            entry |= timing.summary(key, times)
-        entries.append(entry)
 
+    def walls(calls: Calls) -> dict[str, float]:
+        found = timing.in_turns(calls, rounds, lambda key: timing.wall_time(calls[key]))
+        return {name: us for key, times in found.items()
+                for name, us in timing.summary(key, times).items()}  # fmt: skip
+
+    def on_device(calls: Calls) -> dict[str, float]:
+        return {f"{key}_device_us":
+                round(device_us(lambda: [step() for step in steps])[0] / len(steps), 3)  # noqa: B023
+                for key, steps in calls.items()}  # fmt: skip
+
+    chains = make_chains()
+    overhead, steps = call_overhead(chains, rounds), training_steps(walls)
     # The profiler may leave the host slower than it was: it comes last.
     for name, chain in chains.items():
         for way, us in chain.visit(device_us).items():
             overhead[way][f"{name}_device_us"] = round(us, 3)
-    for entry, (_, calls) in zip(entries, make_steps(), strict=True):
-        for key, steps in calls.items():
-            us, _ = device_us(lambda steps=steps: [step() for step in steps])  # type: ignore[misc]
-            entry[f"{key}_device_us"] = round(us / len(steps), 3)
-    return dict(zip(PARTS, (results.stamp(), overhead, entries), strict=True))
+    steps = [{**step, **more} for step, more in zip(steps, training_steps(on_device), strict=True)]
+    return dict(zip(PARTS, (results.stamp(), overhead, steps), strict=True))
 
 
 def text(head: str, entries: dict[str, dict[str, Any]], prefix: str = "") -> str:
     """A line for each entry: median (best), the ratio to the stock module, device microseconds."""
-    columns = {name: label for name, label in labels(prefix).items()
-               if any(f"{name}_us" in entry for entry in entries.values())}  # fmt: skip
-    if not columns:
-        return ""
+    norm = NORMS[prefix]
+    of = f" of {norm.name}" if prefix else ""
+    title = norm.name + (", channels_last" if norm.channels_last else "")
+    columns = {f"{prefix}{name}": LABELS[name].format(title, of) for name in norm.variants
+               if any(f"{prefix}{name}_us" in entry for entry in entries.values())}  # fmt: skip
 
     def cell(entry: dict[str, Any], name: str) -> str:
-        us, stock = entry.get(f"{name}_us"), entry.get(f"{prefix}eager_us")
-        said = "-" if us is None else f"{us:.2f}"
-        if (best := entry.get(f"{name}_best_us")) is not None:
-            said += f" ({best:.2f})"
-        if us is not None and stock is not None and not name.endswith("eager"):
-            said += f" x{us / stock:.2f}"
-        device = entry.get(f"{name}_device_us")
+        us, device = entry[f"{name}_us"], entry.get(f"{name}_device_us")
+        said = f"{us:.2f} ({entry[f'{name}_best_us']:.2f})"
+        said += "" if name.endswith("eager") else f" x{us / entry[f'{prefix}eager_us']:.2f}"
         return said if device is None else f"{said}, device {device:.2f}"
 
     lines = [f"{head:<58}" + "".join(f"{label:>40}" for label in columns.values())]
     lines += [f"  {way:<56}" + "".join(f"{cell(entry, name):>40}" for name in columns)
               for way, entry in entries.items()]  # fmt: skip
-    return "\n".join(lines)
+    return "\n".join(lines) if columns else ""
 
 
 def overhead_text(entries: dict[str, dict[str, float]]) -> str:
@@ -287,8 +270,8 @@ def overhead_text(entries: dict[str, dict[str, float]]) -> str:
 
 
 def steps_text(entries: list[dict[str, Any]]) -> str:
-    return text("forward + backward of the module, wall us",
-                {entry["name"]: entry for entry in entries})  # fmt: skip
+    by_name = {entry["name"]: entry for entry in entries}
+    return text("forward + backward of the module, wall us", by_name)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -302,26 +285,20 @@ def main(argv: list[str] | None = None) -> None:
     if timing.DEVICE == "cuda":
         require_kernels()
         timing.warm_up_device()
-    if arguments.norms:
-        parts = arguments.norms.lower().split(",")
-        chosen = [prefix for prefix, norm in NORMS.items()
-                  if any(part in f"{prefix}{norm.name}".lower() for part in parts)]  # fmt: skip
-        print(overhead_text(call_overhead(make_chains(chosen), arguments.rounds)))
-        return
-    if timing.DEVICE == "cpu":
-        entries = call_overhead(make_chains(), arguments.rounds)
+    if arguments.norms or timing.DEVICE == "cpu":
+        names = {f"{prefix}{norm.name}": prefix for prefix, norm in NORMS.items()}
+        chosen = [names[name] for name in results.chosen("norm", arguments.norms, names)]
+        entries = call_overhead(make_chains(chosen), arguments.rounds)
         print(overhead_text(entries))
-        path = arguments.output or results.RESULTS / "cpu.json"
-        part = {**results.stamp(), "threads": torch.get_num_threads(), "call_overhead": entries}
-        results.write(path, {**results.cpu(), "cpu": part})
-    else:
-        measured = measure(arguments.rounds)
-        print(overhead_text(measured["call_overhead"]) + "\n")
-        print(steps_text(measured["training_step"]))
-        path = arguments.output or results.default_path(torch.cuda.get_device_name())
-        for name, value in measured.items():
-            results.update(path, name, value)
-    print(f"written: {path}")
+        if not arguments.norms:
+            path = arguments.output or results.RESULTS / "cpu.json"
+            part = {**results.stamp(), "threads": torch.get_num_threads(), "call_overhead": entries}
+            results.write(path, {**results.cpu(), "cpu": part})
+            print(f"written: {path}")
+        return
+    measured = measure(arguments.rounds)
+    print(f"{overhead_text(measured['call_overhead'])}\n\n{steps_text(measured['training_step'])}")
+    results.update(measured, arguments.output)
 
 
 if __name__ == "__main__":

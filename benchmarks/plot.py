@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of the results files: steps of models as bars, and every case against copy speed.
-
-`python -m benchmarks.report --write` draws them.
-"""
+"""The pictures of the results files: steps of models as bars, and every case against copy speed."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from benchmarks import results
 
 Row = dict[str, Any]
 Report = dict[str, Any]
+Step = tuple[str, str, dict[str, Row]]  # its name, what a sentence calls it, a row by variant
 
 STEPS = results.ROOT / "docs" / "steps.svg"
 PLOTS = results.ROOT / "docs" / "plots"
@@ -26,7 +24,6 @@ BARS = (
     ("eager", "PyTorch", "#b3392f"),
     ("compiled", "torch.compile", "#e08e0b"),
     ("liger", "Liger", "#7a6fb0"),
-    ("swap", "fused_layernorm", "#0b6e4f"),
     ("swap_neighbours", "fused_layernorm, neighbours too", "#06402d"),
     ("liger_rest_swap", "fused_layernorm and Liger's MLP and loss", "#5aa88a"),
     ("fused_compiled", 'torch.compile(backend="fused_layernorm")', "#1f9ac0"),
@@ -99,20 +96,14 @@ def plot_cases(report: Report) -> None:
     _save(figure, title, handles, path_of(report), stamp(report, report))
 
 
-def bars(steps: list[tuple[str, dict[str, Row]]]) -> list[tuple[str, list[tuple[str, str, float]]]]:
-    """For each step its bars: label, colour, and its wall time over the stock model's."""
-    found = [(name, [(label, color, rows[variant]["wall_ms"] / rows["eager"]["wall_ms"])
-                     for variant, label, color in BARS if variant in rows])
-             for name, rows in steps]  # fmt: skip
-    return [(name, shown) for name, shown in found if len(shown) > 1]
-
-
-def plot_steps(steps: list[tuple[str, dict[str, Row]]], report: Report) -> None:
+def plot_steps(steps: list[Step], report: Report) -> None:
     """Wall times of steps, the stock model's as one."""
-    groups = bars(steps)
-    figure, [[axis]] = _figure(1, 1, (9, 0.9 + 0.24 * sum(len(shown) + 1 for _, shown in groups)))
+    bars = [(name, [(label, color, rows[variant]["wall_ms"] / rows["eager"]["wall_ms"])
+                    for variant, label, color in BARS if variant in rows])
+            for name, _, rows in steps]  # fmt: skip
+    figure, [[axis]] = _figure(1, 1, (9, 0.9 + 0.24 * sum(len(shown) + 1 for _, shown in bars)))
     place, ticks, handles = 0, {}, {}
-    for name, shown in groups:
+    for name, shown in bars:
         ticks[place + (len(shown) - 1) / 2] = name
         for label, color, ratio in shown:
             handles[label] = axis.barh(place, ratio, color=color, height=0.85)

@@ -20,13 +20,11 @@ from torch import Tensor
 
 from benchmarks.cases import Case
 from benchmarks.families import EPS, Tensors
-from benchmarks.ours import ours
+from benchmarks.ours import ours, package
 from benchmarks.timing import Call
 
 Function = Callable[[Tensors], Any]  # what forward gives: y, or a tuple
 Provider = Callable[[Case, Sequence[Tensors]], "list[Call] | None"]
-
-
 GRADIENTS = ("dy", "dresidual", "dq_out", "dk_out", "dv")  # of the outputs, in their order
 
 
@@ -56,8 +54,7 @@ def calls_of(function: Function, case: Case, inputs: Sequence[Tensors]) -> list[
 
 
 def ours_calls(case: Case, inputs: Sequence[Tensors]) -> list[Call]:
-    import fused_layernorm  # noqa: F401  (registers the operators)
-
+    package()  # registers the operators
     return [ours(case, t) for t in inputs]
 
 
@@ -76,14 +73,8 @@ def reference(case: Case, t: Tensors) -> list[Tensor]:
 
 def compile_calls(case: Case, inputs: Sequence[Tensors]) -> list[Call]:
     torch._dynamo.reset()
-
-    def stock(t: Tensors) -> Any:
-        return case.family.stock(case, t)
-
-    return calls_of(torch.compile(stock, fullgraph=True, dynamic=False), case, inputs)
-
-
-# ---- Peers.
+    compiled = torch.compile(lambda t: case.family.stock(case, t), fullgraph=True, dynamic=False)
+    return calls_of(compiled, case, inputs)
 
 
 def _llama(t: Tensors) -> Tensor:
@@ -103,16 +94,9 @@ def _liger(file: str, name: str) -> Any:
     return _of(f"liger_kernel.ops.{file}", f"Liger{name}Function")
 
 
-def _shape(t: Tensors) -> tuple[int, ...]:
-    return tuple(t["weight"].shape)
-
-
 class Peer(NamedTuple):
     """Another package's norms: its module, its package, a function for each family it has, and
-    whether they have gradients.
-
-    Peers take no mixture of dtypes.
-    """
+    whether they have gradients. Peers take no mixture of dtypes."""
 
     module: str
     package: str
@@ -137,7 +121,7 @@ PEERS = {
     }),
     "cudnn": Peer("cudnn.ops.norm.layernorm", "nvidia-cudnn-frontend", {
         "": lambda t: _of("cudnn.ops.norm.layernorm", "layer_norm")(
-            t["x"], _shape(t), t["weight"], t["bias"], EPS),
+            t["x"], tuple(t["weight"].shape), t["weight"], t["bias"], EPS),
         "rms_": lambda t: _of("cudnn.ops.norm.rmsnorm", "rms_norm")(t["x"], t["weight"], None, EPS),
     }),
     "fla": Peer("fla.modules.norm", "fla-core", {
@@ -169,19 +153,15 @@ PROVIDERS: dict[str, Provider] = {
 
 def available() -> tuple[list[str], list[str]]:
     """The providers that can be imported, in the order of `PROVIDERS`, and a line for each peer
-    that is not installed, or that is and cannot be imported.
-    """
-    names, problems = [], []
-    for name in PROVIDERS:
-        if peer := PEERS.get(name):
-            if importlib.util.find_spec(peer.module.split(".")[0]) is None:
-                problems.append(f"{name}: {peer.package} is not installed")
-                continue
-            try:
-                importlib.import_module(peer.module)
-            except Exception as problem:  # a peer's import may raise anything
-                said = str(problem).strip() or type(problem).__name__
-                problems.append(f"{name}: {peer.package} does not import: {said.splitlines()[0]}")
-                continue
-        names.append(name)
-    return names, problems
+    that is not installed, or that is and cannot be imported."""
+    problems = {}
+    for name, peer in PEERS.items():
+        if importlib.util.find_spec(peer.module.split(".")[0]) is None:
+            problems[name] = f"{name}: {peer.package} is not installed"
+            continue
+        try:
+            importlib.import_module(peer.module)
+        except Exception as problem:  # a peer's import may raise anything
+            said = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+            problems[name] = f"{name}: {peer.package} does not import: {said}"
+    return [name for name in PROVIDERS if name not in problems], [*problems.values()]

@@ -11,12 +11,14 @@ import json
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.cases import KNOWN, Case
+from benchmarks.families import HEADS, IMAGE, SAMPLES, family_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -29,38 +31,42 @@ def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=name, description=doc, formatter_class=raw)
 
 
+def chosen(kind: str, names: str | None, known: Iterable[str]) -> list[str]:
+    """The known names that a list with commas chooses: one by its whole name, or all that have a
+    part of it, in any case; all where there is no list. Ends the program at a name of nothing."""
+    found: set[str] = set()
+    for part in (names or "").lower().split(","):
+        same = {name for name in known if part == name.lower()}
+        found |= (more := same or {name for name in known if part in name.lower()})
+        if not more:
+            raise SystemExit(f"no {kind} has {part!r} in its name: known are {', '.join(known)}")
+    return [name for name in known if name in found]
+
+
+def _said(*command: str, root: Path = ROOT) -> list[str]:
+    """The lines that a command prints; none where it fails."""
+    try:
+        ended = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return ended.stdout.splitlines()
+
+
 def csrc_sha256(root: Path = ROOT) -> str:
     """One SHA-256 over the kernels' sources: each file's path, a zero byte and its content, without
-    lines of C++ that are comments alone.
-
-    The files are those that git tracks or would track, sorted, as `git ls-files csrc` names them
-    once they are committed; outside a git checkout, all files there.
-    """
+    lines of C++ that are comments alone. The files are those that git tracks or would track,
+    sorted by path; outside a git checkout, all files there."""
+    listed = _said("git", "ls-files", "--cached", "--others", "--exclude-standard", "csrc",
+                   root=root)  # fmt: skip
+    found = {root / name for name in listed} or {*(root / "csrc").rglob("*")}
     digest = hashlib.sha256()
-    for path in csrc_files(root):
-        lines = (root / path).read_bytes().splitlines(keepends=True)
-        if path.endswith((".h", ".cuh", ".cpp", ".cu")):
-            lines = [line for line in lines if not line.lstrip().startswith(b"//")]
-        digest.update(path.encode() + b"\0" + b"".join(lines))
-    return digest.hexdigest()
-
-
-def csrc_files(root: Path) -> list[str]:
-    try:
-        listed = subprocess.run(
-            ["git", "ls-files", "--cached", "--others", "--exclude-standard", "csrc"],
-            cwd=root,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        listed = []
-    if not listed:
-        found = (path for path in (root / "csrc").rglob("*") if path.is_file())
-        listed = [path.relative_to(root).as_posix() for path in found]
     # A copy of the tree may come with an index that is older than its files.
-    return sorted({path for path in listed if (root / path).is_file()})
+    for name in sorted(path.relative_to(root).as_posix() for path in found if path.is_file()):
+        lines = (root / name).read_bytes().splitlines(keepends=True)
+        if name.endswith((".h", ".cuh", ".cpp", ".cu")):
+            lines = [line for line in lines if not line.lstrip().startswith(b"//")]
+        digest.update(name.encode() + b"\0" + b"".join(lines))
+    return digest.hexdigest()
 
 
 def stamp() -> dict[str, Any]:
@@ -71,12 +77,13 @@ def stamp() -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """The device, the driver and the versions the numbers were taken with."""
+    asked = "clocks.max.sm,clocks.max.memory,power.limit,driver_version"
+    found = _said("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader")
+    *clocks, driver = found[0].split(", ") if found else ["unknown"]
     return {
         "device": torch.cuda.get_device_name(),
-        "clocks": _smi(
-            "clocks.max.sm,clocks.max.memory,power.limit", "SM {}, memory {} at most, {}"
-        ),
-        "driver": _smi("driver_version", "{}"),
+        "clocks": "SM {}, memory {} at most, {}".format(*clocks) if clocks else "unknown",
+        "driver": driver,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "rms_norm": "QuACK" if _runs_quack() else "ATen",
@@ -99,16 +106,6 @@ def cpu() -> dict[str, Any]:
     except (OSError, IndexError):
         name = platform.processor() or platform.machine()
     return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def _smi(query: str, form: str) -> str:
-    """What nvidia-smi says of the first GPU, or "unknown"."""
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return form.format(*map(str.strip, output.splitlines()[0].split(",")))
 
 
 def default_path(device: str) -> Path:
@@ -139,54 +136,53 @@ def write(path: Path, results: dict[str, Any]) -> None:
     path.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
 
 
-def update(path: Path, part: str, value: Any) -> None:
-    """Replaces one part of the results file (the sweep, the models) and leaves the rest."""
-    results = read(path) or machine()
-    results[part] = value
-    write(path, results)
+def update(parts: dict[str, Any], path: Path | None = None) -> None:
+    """Replaces parts of a results file, by default this card's, and leaves the rest."""
+    path = path or default_path(torch.cuda.get_device_name())
+    write(path, {**(read(path) or machine()), **parts})
+    print(f"written: {path}")
 
 
-# The keys of a row that say which case it is. Those of what a case lacks are left out.
-KEYS = ("op", "rows", "cols", "dtype", "weight_dtype", "out_dtype", "samples", "heads",
-        "modulation", "modulation_dtype")  # fmt: skip
+# The keys of a row that are fields of its case, beside its sizes.
+KEYS = ("op", "dtype", "weight_dtype", "out_dtype", "modulation", "modulation_dtype")
 
 
 def row_of(case: Case) -> dict[str, Any]:
-    """A case as a row of the results file, without its times.
-
-    "shape" is an image's, "packed" stands in the rows of heads.
-    """
-    row = {key: getattr(case, key) for key in KEYS}
-    row |= {"shape": case.image and list(case.image), "packed": bool(case.heads) or None}
-    row["bytes"] = case.bytes
+    """A case as a row of the results file, without its times: "shape" is an image's, "packed"
+    stands in the rows of heads, and what a case lacks is left out."""
+    layout, sizes = case.family.layout, case.sizes
+    row = {"op": case.op, "rows": case.rows, "cols": case.cols}
+    row |= {key: getattr(case, key) for key in KEYS}
+    row["samples"] = sizes[0] if layout in (SAMPLES, HEADS) else None
+    row |= {"heads": sizes[2], "packed": True} if layout == HEADS else {}
+    row |= {"shape": list(sizes) if layout == IMAGE else None, "bytes": case.bytes}
     return {key: value for key, value in row.items() if value is not None}
 
 
 def case_of(row: dict[str, Any]) -> Case:
     """The case of a row, with the target it has today."""
-    plain = Case(
-        **{key: row[key] for key in KEYS if key in row},
-        image=tuple(row["shape"]) if "shape" in row else None,
-    )
+    family, samples, heads = family_of(row["op"]), row.get("samples"), row.get("heads")
+    parts = (samples or 1) * (2 * heads if heads else 1)
+    of_one = (row["rows"] // parts, *([heads] if heads else []), row["cols"])
+    sizes = tuple(row.get("shape") or ((samples, *of_one) if samples else of_one))
+    groups = row["rows"] // sizes[0] if family.groups else None
+    plain = Case(sizes=sizes, of_groups=None if groups == family.groups else groups,
+                 **{key: row[key] for key in KEYS if key in row})  # fmt: skip
     return KNOWN.get(plain.name, plain)
 
 
 def verdict(case: Case, row: dict[str, Any]) -> str:
-    """PASS or MISS: the target, never slower than eager, a fused operator never than compile.
-
-    Empty where there is nothing to judge by.
-    """
-    ours = row.get("ours_us")
-    if ours is None or "copy_us" not in row or (case.target is None and "eager_us" not in row):
+    """PASS or MISS: the target, never slower than eager, a fused operator never than compile. Empty
+    where there is nothing to judge by."""
+    ours, copy = row.get("ours_us"), row.get("copy_us")
+    if ours is None or copy is None or (case.target is None and "eager_us" not in row):
         return ""
-    misses = []
-    # The target has three digits: what rounds to it has reached it.
-    if case.target is not None and (
-        round(case.ratio(ours, row["copy_us"]), 3) < round(case.target, 3)
-    ):
-        misses.append("target")
-    if ours > (row.get("eager_us") or ours):
-        misses.append("eager")
-    if case.op not in ("forward", "backward") and ours > (row.get("compile_us") or ours):
-        misses.append("compile")
-    return "MISS " + ", ".join(misses) if misses else "PASS"
+    is_fused = case.op not in ("forward", "backward")
+    misses = {
+        # The target has three digits: what rounds to it has reached it.
+        "target": round(case.ratio(ours, copy), 3) < round(case.target or 0.0, 3),
+        "eager": ours > (row.get("eager_us") or ours),
+        "compile": is_fused and ours > (row.get("compile_us") or ours),
+    }
+    found = ", ".join(name for name, misses_it in misses.items() if misses_it)
+    return f"MISS {found}" if found else "PASS"

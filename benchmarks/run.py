@@ -26,19 +26,10 @@ import torch
 
 from benchmarks import overhead, providers, report, results, timing
 from benchmarks.cases import CASES, OPS, Case
-from benchmarks.ours import make_inputs, require_kernels, time_calls
+from benchmarks.ours import make_inputs, require_kernels
 from benchmarks.timing import sentence
 
 say = functools.partial(print, flush=True)
-
-
-def select(ops: str | None, rows: str | None) -> list[Case]:
-    """The cases of the named operators whose name has `rows` in it."""
-    wanted = ops.split(",") if ops else OPS
-    for op in wanted:
-        if op not in OPS:
-            raise SystemExit(f"unknown op {op!r}: known are {', '.join(OPS)}")
-    return [case for case in CASES if case.op in wanted and (not rows or rows in case.name)]
 
 
 def configure_compile() -> None:
@@ -77,7 +68,7 @@ def precompile_case(case: Case) -> None:
 def time_case(case: Case, name: str, seconds: float) -> float | None:
     """Device microseconds of one provider's call; None where it has no such operator."""
     calls = providers.PROVIDERS[name](case, make_inputs(case))
-    return None if calls is None else time_calls(case, calls, seconds=seconds)
+    return None if calls is None else timing.graph_time(calls, case.bytes, seconds=seconds)
 
 
 @torch.no_grad()
@@ -87,7 +78,7 @@ def run_cases(
     """Times every case, provider after provider, until `end`: (rows, what was skipped and why)."""
     rows = [results.row_of(case) for case in cases]
     skipped: list[str] = []
-    copies: dict[tuple[int, int, str], float] = {}
+    copy_time = functools.cache(timing.copy_time)
     for name in names:
         say(f"timing {name}, {end - time.monotonic():.0f} s left")
         before = len(skipped)
@@ -96,11 +87,8 @@ def run_cases(
                 skipped.append(f"{name}: {len(cases) - number} cases from {case.name} on: no time")
                 break
             if name == names[0]:
-                size = (case.rows, case.cols, case.dtype)
-                if size not in copies:
-                    shape = (case.rows, case.cols, case.torch_dtype)
-                    copies[size] = timing.copy_time(*shape, seconds=seconds)
-                row["copy_us"] = round(copies[size], 3)
+                copy_us = copy_time(case.rows, case.cols, case.torch_dtype, seconds=seconds)
+                row["copy_us"] = round(copy_us, 3)
             try:
                 us = time_case(case, name, seconds)
             except Exception as problem:
@@ -123,9 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--providers", help="comma-separated; all that are installed if not given")
     parser.add_argument("--ops", help=f"comma-separated: {', '.join(OPS)}")
     parser.add_argument("--rows", help='part of a case\'s name, e.g. "32768x1024" or "float32"')
-    parser.add_argument(
-        "--no-compile", action="store_true", help="leave out the slow torch.compile"
-    )
+    parser.add_argument("--no-compile", action="store_true", help="without slow torch.compile")
     parser.add_argument("--quick", action="store_true", help="ours only, shorter measurements")
     parser.add_argument("--budget-seconds", type=float, default=440, help="skip what is left then")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1),
@@ -135,23 +121,17 @@ def main(argv: list[str] | None = None) -> None:
 
     built = require_kernels()
     known, problems = providers.available()
-    names = known
-    if arguments.quick:
-        names = ["ours"]
-    if arguments.providers:
-        names = arguments.providers.split(",")
-        for name in names:
-            if name not in known:
-                raise SystemExit(f"provider {name!r} is not known, not installed or broken")
-    if arguments.no_compile:
-        names = [name for name in names if name != "compile"]
-    cases = select(arguments.ops, arguments.rows)
+    chosen = arguments.providers or ("ours" if arguments.quick else None)
+    names = [name for name in results.chosen("provider that is installed", chosen, known)
+             if not (arguments.no_compile and name == "compile")]  # fmt: skip
+    ops = results.chosen("operator", arguments.ops, OPS)
+    cases = [case for case in CASES if case.op in ops and (arguments.rows or "") in case.name]
     full = not (arguments.providers or arguments.no_compile or arguments.quick or arguments.ops
                 or arguments.rows)  # fmt: skip
     end = time.monotonic() + arguments.budget_seconds
     seconds = 0.01 if arguments.quick else 0.03
 
-    measured: dict[str, Any] = {**results.machine(), **results.stamp(), "rows": []}
+    measured: dict[str, Any] = {**results.machine(), **results.stamp()}
     say(f"{measured['device']}, driver {measured['driver']}, torch {measured['torch']}, {built}")
     if "compile" in names:
         configure_compile()
@@ -167,32 +147,27 @@ def main(argv: list[str] | None = None) -> None:
         except Exception as problem:
             measured["skipped"].append(f"overhead: {sentence(problem)}")
 
-    path = arguments.output or (results.default_path(measured["device"]) if full else None)
-    old = results.read(path) if path is not None else {}
     say("\n" + summary(measured))
-    if path is not None:
-        results.write(path, {**measured, **kept(old, measured)})
+    if arguments.output or full:
+        path = arguments.output or results.default_path(measured["device"])
+        old = results.read(path)  # of which the parts stay that have a stamp of their own
+        own = ("sweep", "sweep_compile", "models", "kernelbench", *overhead.PARTS)
+        kept = {key: old[key] for key in own if key in old and key not in measured}
+        results.write(path, {**measured, **kept})
         say(f"written: {path}")
-
-
-def kept(old: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    """The parts of the old results that this run did not measure, if they have a stamp."""
-    names = ["sweep", "sweep_compile", "models", "kernelbench"]
-    if "overhead_stamp" in old:
-        names += overhead.PARTS
-    return {key: old[key] for key in names if key in old and key not in measured}
 
 
 def summary(measured: dict[str, Any]) -> str:
     """Everything a run measured, as text: the page's tables, and what misses its target."""
-    rows = [(results.case_of(row), row) for row in measured["rows"]]
-    verdicts = {case.name: results.verdict(case, row) for case, row in rows}
+    verdicts = {(case := results.case_of(row)).name: results.verdict(case, row)
+                for row in measured["rows"]}  # fmt: skip
     misses = [f"{name}: {said}" for name, said in verdicts.items() if said.startswith("MISS")]
-    lines = [*report.cases(measured), *misses]
-    lines.append(f"{sum(said == 'PASS' for said in verdicts.values())} of {len(rows)} rows pass, "
-                 f"{len(misses)} miss")  # fmt: skip
-    lines += [f"skipped {line}" for line in measured.get("skipped", [])]
-    return "\n".join([*lines, "", *report.host(measured)])
+    passed = sum(said == "PASS" for said in verdicts.values())
+    return "\n".join([
+        *report.cases(measured), *misses,
+        f"{passed} of {len(verdicts)} rows pass, {len(misses)} miss",
+        *(f"skipped {line}" for line in measured["skipped"]), "", *report.host(measured),
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@
 
 Columns from 1 to 4200 in odd steps (and the usual sizes with their neighbours), rows from 1 to
 100,000: LayerNorm in bfloat16 and float32, RMSNorm in bfloat16. The points with a ratio ours /
-eager near 1 or above, and in any case the 30 worst, are timed again, for longer and with inputs and
-outputs in several places of memory. Only where the sweep has many points, their first measurement
-has so few inputs that they stay in L2, so a point that is slower from memory alone, and faster by
-more than 10% from L2, is missed. The results file gets the slower points, at least the worst ten.
+eager near 1 or above, and the 30 worst, are timed again, for longer and with tensors in several
+places of memory. Where there are many points, their first measurement has so few inputs that they
+stay in L2, so a point that is slower from memory alone, and faster by more than 10% from L2, is
+missed. The results file gets the slower points, at least the worst ten.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks import providers, report, results, timing
-from benchmarks.cases import Case, make_case
-from benchmarks.families import ROWS, Tensors
+from benchmarks.cases import Case, parse_case
 from benchmarks.ours import make_inputs, require_kernels
 from benchmarks.run import configure_compile, precompile
 
@@ -53,7 +52,7 @@ PLACE_ELEMENTS = 1 << 20  # from one place to the next
 
 def points() -> list[Case]:
     """All points in a fixed random order, so that a sweep cut short is still spread out."""
-    cases = [Case(op, rows, cols, dtype)
+    cases = [Case(op, (rows, cols), dtype)
              for (op, dtype), rows, cols in itertools.product(OPS, HEIGHTS, WIDTHS)]  # fmt: skip
     random.Random(0).shuffle(cases)
     return cases
@@ -73,61 +72,28 @@ def group_points(count: int = 300, seed: int = 72) -> list[Case]:
             continue  # PyTorch refuses to normalize one value
         dtype = choice(("bfloat16", "bfloat16", "float32", "float16"))
         silu, order, way = (choice(two) for two in (("", "silu_"), ("", "nhwc_"), report.WAYS))
-        op = f"group_{silu}{order}{way}"
-        case = make_case(op, image, dtype, groups=groups)
+        size = f"{'x'.join(map(str, image))}/{groups}"
+        case = parse_case(f"{size} {dtype} group_{silu}{order}{way}")
         cases[case.name] = case
     return [*cases.values()]
 
 
-class Buffers:
-    """Random data of which the points' rows are views: filling new inputs takes the longest."""
-
-    def __init__(self, cases: list[Case]) -> None:
-        rows = [case.rows * case.cols for case in cases if case.family.layout == ROWS]
-        self.data = {
-            dtype: [torch.randn(max(rows) + (1 << 25), device=timing.DEVICE, dtype=dtype)
-                    for _ in range(2)]
-            for dtype in {case.torch_dtype for case in cases if rows}
-        }  # fmt: skip
-
-    def inputs(self, case: Case, place: int = 0, most: int = timing.MAX_INPUTS) -> list[Tensors]:
-        """Distinct inputs, together larger than L2 if `most` of them suffice."""
-        count = timing.input_count(case.bytes, timing.l2_bytes(), most)
-        if case.family.layout != ROWS:
-            return make_inputs(case, count)
-        size = case.rows * case.cols
-        x, dy = self.data[case.torch_dtype]
-        stride = -(-size // 64) * 64  # every input starts aligned
-        skipped = min(place * PLACE_ELEMENTS, (x.numel() - size) // 64 * 64)
-        count = max(1, min(count, (x.numel() - skipped) // stride))
-        shared = {"weight": x[: case.cols], "bias": dy[: case.cols]}
-        shared = {name: shared[name] for name in case.family.inputs if name in shared}
-        return [
-            {"x": x[start : start + size].view(case.shape),
-             "dy": dy[start : start + size].view(case.shape), **shared}
-            for start in range(skipped, skipped + count * stride, stride)
-        ]  # fmt: skip
-
-
 @torch.no_grad()
-def measure(
-    case: Case, buffers: Buffers, *, other: str, long: bool, most_inputs: int = timing.MAX_INPUTS
-) -> dict[str, Any]:
-    """The row of one point: our time, that of the other provider, and their ratio."""
-    options: dict[str, Any] = {"seconds": 0.003, "min_replays": 5, "max_replays": 12}
-    if long:
-        options = {"seconds": 0.01, "min_replays": 10, "max_replays": 30}
+def measure(case: Case, other: str, most: int | None = None) -> dict[str, Any]:
+    """The row of one point: our time, that of the other provider, and their ratio; with at most
+    `most` inputs if that is given, else for long and with tensors in several places."""
+    options: dict[str, Any] = {"seconds": 0.01, "min_replays": 10, "max_replays": 30}
+    if most is not None:
+        options = {"seconds": 0.003, "min_replays": 5, "max_replays": 12}
     times: dict[str, list[float]] = {"ours": [], other: []}
-    for place in range(PLACES if long else 1):
-        # With more memory taken, the outputs lie elsewhere, too.
+    for place in range(PLACES if most is None else 1):
+        # With more memory taken, inputs and outputs lie elsewhere.
         taken = torch.empty(PLACE_ELEMENTS * place, device=timing.DEVICE)
-        inputs = buffers.inputs(case, place, most_inputs)
-        count = timing.call_count(len(inputs), case.bytes, 2e-4)
-        count = min(count, max(len(inputs), FEW_INPUTS))
-        for name in times:
+        inputs = make_inputs(case, most and timing.input_count(case.bytes, most))
+        for name, found in times.items():
             calls = providers.PROVIDERS[name](case, inputs)
             assert calls is not None
-            times[name].append(timing.graph_time(calls, count=count, **options))
+            found.append(timing.graph_time(calls, case.bytes, 2e-4, FEW_INPUTS, **options))
         del taken
     row = results.row_of(case)
     row |= {f"{name}_us": round(statistics.median(found), 3) for name, found in times.items()}
@@ -137,27 +103,22 @@ def measure(
 def sweep(cases: list[Case], seconds: float, other: str = "eager") -> dict[str, Any]:
     """The part of the results file: how many points were timed and were slower, and the worst."""
     start = time.monotonic()
-    buffers = Buffers(cases)
     most = FEW_INPUTS if len(cases) > MANY_POINTS else timing.MAX_INPUTS
-    rows = []
+    first: list[tuple[float, Case]] = []
     for number, case in enumerate(cases):
         spent = time.monotonic() - start
         if spent > 0.9 * seconds:
             break
         if number % 400 == 0:
             print(f"{number} of {len(cases)} points, {spent:.0f} s", flush=True)
-        row = measure(case, buffers, other=other, long=False, most_inputs=most)
-        rows.append((row, case))
-    rows.sort(key=lambda pair: -pair[0]["ratio"])
-    again = [
-        measure(case, buffers, other=other, long=True)
-        for number, (row, case) in enumerate(rows)
-        if row["ratio"] > NEAR or number < 3 * WORST
-    ]
+        first.append((measure(case, other, most)["ratio"], case))
+    first.sort(key=lambda pair: -pair[0])
+    again = [measure(case, other) for number, (ratio, case) in enumerate(first)
+             if ratio > NEAR or number < 3 * WORST]  # fmt: skip
     again.sort(key=lambda row: -row["ratio"])
     slower = sum(row["ratio"] > 1 for row in again)
-    return {**results.stamp(), "against": other, "points": len(rows),
-            "left_out": len(cases) - len(rows), "timed_again": len(again), "slower": slower,
+    return {**results.stamp(), "against": other, "points": len(first),
+            "left_out": len(cases) - len(first), "timed_again": len(again), "slower": slower,
             "worst": again[: max(WORST, slower)]}  # fmt: skip
 
 
@@ -181,13 +142,12 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{part['left_out']} points left out for time, {part['timed_again']} timed again")
     if arguments.groups:
         for row in part["worst"]:
-            print(f"{row['ratio']:.3f} {results.case_of(row).text}: {row['ours_us']:.2f} us, "
+            print(f"{row['ratio']:.3f} {results.case_of(row).name}: {row['ours_us']:.2f} us, "
                   f"{other} {row[f'{other}_us']:.2f}")  # fmt: skip
         return
     print("\n".join(report.swept(part, other)))
-    path = arguments.output or results.default_path(torch.cuda.get_device_name())
-    results.update(path, "sweep_compile" if arguments.compile else "sweep", part)
-    print(f"written: {path}")
+    name = "sweep_compile" if arguments.compile else "sweep"
+    results.update({name: part}, arguments.output)
 
 
 if __name__ == "__main__":

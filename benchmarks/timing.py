@@ -2,11 +2,10 @@
 """How device time, host time and wall time are measured, in one place.
 
 Device time: one CUDA graph captures calls on several distinct inputs, which together are larger
-than the L2 cache; the time is the median over replays divided by the number of calls. The outputs
-of as many calls as there are inputs stay alive, so that writes do not go to one cached buffer
-either. Data is random, never zeros.
-
-Host and wall time: a shared host's speed changes by the minute, so compared variants take turns.
+than the L2 cache; the time is the median over replays divided by the number of calls. As many
+outputs stay alive as there are inputs, so that writes do not go to one cached buffer either. Data
+is random, never zeros. Host and wall time: a shared host's speed changes by the minute, so compared
+variants take turns.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,29 +38,23 @@ MAX_RESERVED = 24 << 30
 DEVICE = "cuda"
 
 
-def input_count(bytes_per_call: int, l2_bytes: int, limit: int = MAX_INPUTS) -> int:
-    """The number of distinct inputs, 2 to `limit`, whose calls overflow L2 three times.
-
-    Only tiny tensors reach `limit`: a graph of ten thousand calls would not measure any better.
-    """
+def input_count(bytes_per_call: int, limit: int = MAX_INPUTS) -> int:
+    """The number of distinct inputs, 2 to `limit`, whose calls overflow L2 three times. Only tiny
+    tensors reach `limit`: a graph of ten thousand calls would not measure any better."""
+    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return max(2, min(limit, math.ceil(3 * l2_bytes / max(bytes_per_call, 1))))
 
 
-def call_count(inputs: int, bytes_per_call: int, seconds: float = REPLAY_SECONDS) -> int:
-    """Calls in one graph: each input at least once, and about `seconds` of work at 4 TB/s."""
-    wanted = math.ceil(seconds * 4e12 / max(bytes_per_call, 1))
-    return max(inputs, min(wanted, MAX_CALLS))
-
-
-def l2_bytes() -> int:
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
-
-
 class Graph:
-    """`count` calls captured in one CUDA graph, cycling over `calls`, one per distinct input."""
+    """Calls, one per distinct input, captured in one CUDA graph: each at least once, then again
+    from the first, until they make `work` seconds at 4 TB/s, or are as many as `most`."""
 
-    def __init__(self, calls: Sequence[Call], count: int | None = None) -> None:
-        self.count = max(count or 0, len(calls))
+    def __init__(
+        self, calls: Sequence[Call], bytes_per_call: int, work: float = REPLAY_SECONDS,
+        most: int = MAX_CALLS,
+    ) -> None:  # fmt: skip
+        wanted = math.ceil(work * 4e12 / max(bytes_per_call, 1))
+        self.count = max(len(calls), min(wanted, most))
         self.calls = calls  # keeps the inputs alive as long as the graph that reads them
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -107,20 +100,21 @@ def sentence(problem: BaseException) -> str:
 
 def patiently(call: Callable[[], Any], free: Callable[[], Any] = lambda: None) -> Any:
     """A call's result. Without memory it waits: other processes free theirs once prepared."""
-    for left in reversed(range(PATIENCE)):
-        try:
+    for _ in range(PATIENCE - 1):
+        with contextlib.suppress(torch.OutOfMemoryError):
             return call()
-        except torch.OutOfMemoryError:
-            if left == 0:
-                raise
         free()
         torch.cuda.empty_cache()
         time.sleep(2)
+    return call()
 
 
-def graph_time(calls: Sequence[Call], *, count: int | None = None, **options: Any) -> float:
-    """Median device microseconds of one call: see `Graph` and its `time`."""
-    graph = Graph(calls, count)
+def graph_time(
+    calls: Sequence[Call], bytes_per_call: int, work: float = REPLAY_SECONDS, most: int = MAX_CALLS,
+    **options: Any,
+) -> float:  # fmt: skip
+    """Median device microseconds of one call: see `Graph` and its `time`, which has the options."""
+    graph = Graph(calls, bytes_per_call, work, most)
     try:
         return graph.time(**options)
     finally:
@@ -141,16 +135,11 @@ def _replay_times(graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
 
 def copy_time(rows: int, cols: int, dtype: torch.dtype, **options: Any) -> float:
     """Device microseconds of an elementwise kernel that reads and writes one rows x cols tensor."""
-    size = rows * cols * dtype.itemsize
-    inputs = input_count(2 * size, l2_bytes())
-    xs = [torch.randn(rows, cols, device=DEVICE, dtype=dtype) for _ in range(inputs)]
-    ys = [torch.empty_like(x) for x in xs]
-
-    def call(x: torch.Tensor, y: torch.Tensor) -> Call:
-        return lambda: torch.mul(x, 2, out=y)
-
-    calls = [call(x, y) for x, y in zip(xs, ys, strict=True)]
-    return graph_time(calls, count=call_count(inputs, 2 * size), **options)
+    size = 2 * rows * cols * dtype.itemsize
+    made = functools.partial(torch.randn, rows, cols, device=DEVICE, dtype=dtype)
+    xs = [made() for _ in range(input_count(size))]
+    calls = [functools.partial(torch.mul, x, 2, out=torch.empty_like(x)) for x in xs]
+    return graph_time(calls, size, **options)
 
 
 def wall_time(calls: Sequence[Call], rounds: int = 5) -> float:
@@ -167,60 +156,53 @@ def wall_time(calls: Sequence[Call], rounds: int = 5) -> float:
 
 
 def synchronize() -> None:
-    """Waits for the device; a CPU has nothing to wait for."""
-    if DEVICE == "cuda":
+    if DEVICE == "cuda":  # a CPU has nothing to wait for
         torch.cuda.synchronize()
 
 
 def warm_up_device(seconds: float = 0.5) -> None:
     """Brings the clocks up before the first measurement."""
     x = torch.randn(1 << 26, device=DEVICE)
-    y = torch.empty_like(x)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for _ in range(20):
-            torch.mul(x, 2, out=y)
+            torch.mul(x, 2)
         torch.cuda.synchronize()
 
 
-def turns(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Every name once a round; each round begins with the next name, so that none is favoured."""
-    for number in range(rounds):
-        for place in range(len(names)):
-            yield names[(number + place) % len(names)]
+def in_turns(
+    names: Iterable[str], rounds: int, measure: Callable[[str], T],
+    seconds: float = math.inf, least: int = 0,
+) -> dict[str, list[T]]:  # fmt: skip
+    """What is measured of every name in each round, by name; after `seconds`, and at least `least`
+    rounds, no further round begins. Each begins with the next name, so that none is favoured.
 
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Disables the garbage collector, which would otherwise run at any time.
-
-    Existing objects are frozen, so that an explicit gc.collect() in between takes no time.
+    The garbage collector, which would otherwise run at any time, is off; existing objects are
+    frozen, so that an explicit gc.collect() in between takes no time.
     """
+    found: dict[str, list[T]] = {name: [] for name in names}
+    start = time.perf_counter()
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
-        yield
+        order = deque(found)
+        for number in range(rounds):
+            if number >= least and time.perf_counter() - start > seconds:
+                break
+            for name in order:
+                found[name].append(measure(name))
+            order.rotate(-1)
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def in_turns(names: Sequence[str], rounds: int, measure: Callable[[str], T]) -> dict[str, list[T]]:
-    """What is measured of every name in each of the rounds, by name."""
-    found: dict[str, list[T]] = {name: [] for name in names}
-    with quiet():
-        for name in turns(names, rounds):
-            found[name].append(measure(name))
     return found
 
 
 def summary(name: str, times: Sequence[float], unit: str = "us") -> dict[str, float]:
     """The median and the best of several measurements, as a results file names them."""
-    return {
-        f"{name}_{unit}": round(statistics.median(times), 3),
-        f"{name}_best_{unit}": round(min(times), 3),
-    }
+    return {f"{name}_{unit}": round(statistics.median(times), 3),
+            f"{name}_best_{unit}": round(min(times), 3)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -239,9 +221,7 @@ def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
     with profile(activities=[ProfilerActivity.CUDA]) as run:
         call()
         torch.cuda.synchronize()
-    return [
-        Kernel(event.key, event.self_device_time_total, event.count)
-        for event in run.key_averages()
-        # Without the host's calls and without PyTorch's annotations that span several kernels.
-        if event.device_type.name == "CUDA" and not event.is_user_annotation
-    ]
+    # Without the host's calls and without PyTorch's annotations that span several kernels.
+    return [Kernel(event.key, event.self_device_time_total, event.count)
+            for event in run.key_averages()
+            if event.device_type.name == "CUDA" and not event.is_user_annotation]  # fmt: skip

@@ -7,11 +7,11 @@
 
 Each argument is a case, "ROWSxCOLS DTYPE OP", and after bars the options to force one after the
 other (parts of a plan, in the words of `force_plan` in csrc/bindings/force_plan.h). The plan's own
-choice is always timed first. A * stands for every value that its part can have, and for none; the
-fastest plans are then named at the end. No plan is timed twice. --list prints the plans of each
-case and times nothing, also without a GPU. Each result is compared with PyTorch's own, so that a
-fast but wrong plan is noticed. That comparison leaves other data in L2, and what makes room there
-first then takes some 5% longer: plans that load in different ways are better timed with --no-check.
+choice is timed first, and no plan twice. A * stands for every value that its part can have, and for
+none; the fastest plans are then named at the end. --list prints the plans of each case and times
+nothing, also without a GPU. Each result is compared with PyTorch's own; this leaves other data in
+L2, and what makes room there first then takes some 5% longer: plans that load in different ways are
+better timed with --no-check.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import providers, results, timing
 from benchmarks.cases import Case, parse_case
-from benchmarks.ours import make_inputs, ours, require_kernels, time_calls
+from benchmarks.ours import make_inputs, ours, package, require_kernels
 
 PLANNED = "(plan)"  # the label of the plan's own choice
 FASTEST = 8  # plans that are named
@@ -62,7 +62,7 @@ def tune(case: Case, forces: list[str], check: bool, seconds: float) -> None:
             force(None if label == PLANNED else label)
             note = f"  error {error(calls[0](), expected):.1e}" if check else ""
             torch.cuda.synchronize()
-            us = time_calls(case, calls, seconds=seconds)
+            us = timing.graph_time(calls, case.bytes, seconds=seconds)
         except (RuntimeError, ValueError) as problem:
             print(f"  {label:<48} failed: {timing.sentence(problem)}", flush=True)
             continue
@@ -77,9 +77,7 @@ def tune(case: Case, forces: list[str], check: bool, seconds: float) -> None:
 
 def options_of(case: Case, forces: list[str]) -> Iterator[tuple[str, str]]:
     """The options to time, each with its plan: the plan's own choice first, and no plan twice.
-
-    Prints why options of `forces` without a * are left out.
-    """
+    Prints why options of `forces` without a * are left out."""
     names: dict[str, str] = {}
     for forced in ["", *forces]:
         for options in expanded(forced):
@@ -147,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=0.03, help="device time per measurement")
     arguments = parser.parse_args(argv)
     if arguments.list:
-        import fused_layernorm  # noqa: F401  (registers the operators)
+        package()  # registers the operators
     else:
         require_kernels()
     for line in arguments.lines:

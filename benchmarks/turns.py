@@ -9,76 +9,75 @@ modules holds no lock.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
+import functools
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 
 @contextlib.contextmanager
-def _holding(lock: Path | None, how: int) -> Iterator[None]:
-    if lock is None:
-        yield
-        return
+def _holding(how: int, lock: Path) -> Iterator[None]:
     with lock.open("w") as file:  # closing the file releases the lock
         fcntl.flock(file, how)
         yield
 
 
-def preparing(lock: Path | None) -> contextlib.AbstractContextManager[None]:
-    """Holds the shared lock: others may prepare too. Does nothing if `lock` is None."""
-    return _holding(lock, fcntl.LOCK_SH)
+preparing = functools.partial(_holding, fcntl.LOCK_SH)  # others may prepare too
+measuring = functools.partial(_holding, fcntl.LOCK_EX)  # no other prepares or measures
 
 
-def measuring(lock: Path | None) -> contextlib.AbstractContextManager[None]:
-    """Holds the exclusive lock: no other process prepares or measures. Does nothing for None."""
-    return _holding(lock, fcntl.LOCK_EX)
+def add_arguments(parser: argparse.ArgumentParser, jobs: int, seconds: float) -> None:
+    """The arguments of a command whose processes take turns; the last is theirs."""
+    parser.add_argument("--jobs", type=int, default=jobs, help="processes that run side by side")
+    parser.add_argument("--budget-seconds", "--limit-seconds", type=float, default=seconds,
+                        help="what is not measured by then is left out")  # fmt: skip
+    parser.add_argument("--output", type=Path, help="the results file")
+    parser.add_argument("--add", action="store_true", help="into the results file, though a part")
+    parser.add_argument("--lock", type=Path, help="measure here, one process at a time")
 
 
 def collect(
-    module: str, calls: Sequence[Sequence[str]], jobs: int, seconds: float
-) -> list[tuple[dict[str, Any], str | None]]:
-    """As `run`: for each call what it wrote to the JSON file behind its "--output", and why not."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{number}.json" for number in range(len(calls))]
-        with_files = [[*call, "--output", str(file)]
-                      for call, file in zip(calls, files, strict=True)]  # fmt: skip
-        problems = run(module, with_files, jobs, seconds)
-        return [(json.loads(file.read_text()) if problem is None else {}, problem)
-                for file, problem in zip(files, problems, strict=True)]  # fmt: skip
+    module: str, calls: dict[str, list[str]], jobs: int, seconds: float
+) -> dict[str, list[Any]]:
+    """Runs `python -m module` with the arguments of each call and with "--output" and "--lock".
 
-
-def run(module: str, calls: Sequence[Sequence[str]], jobs: int, seconds: float) -> list[str | None]:
-    """Runs `python -m module` once with the arguments of each call, and with "--lock FILE".
-
-    At most `jobs` processes run at a time. Processes that have not ended after `seconds` are
-    killed. Returns for each call None, or why it gave no result. A process's output is shown when
-    the process has ended.
+    At most `jobs` processes run at a time, and after `seconds` they are killed. Returns "rows" and
+    "skipped" of the files that they wrote, in the order of the calls; a line is added for a call,
+    with its name, that gave no file. A process's output is shown when the process has ended.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(jobs, 1)) as pool:
-        lock = ["--lock", str(Path(folder) / "lock")]
 
-        def one(call: Sequence[str]) -> str | None:
+        def one(numbered: tuple[int, list[str]]) -> dict[str, list[Any]] | str:
+            number, call = numbered
             left = seconds - (time.monotonic() - start)
             if left <= 0:
                 return "no time"
-            command = [sys.executable, "-m", module, *call, *lock]
-            output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            file = Path(folder) / f"{number}.json"
+            files = ["--output", str(file), "--lock", str(Path(folder) / "lock")]
             try:
-                ended = subprocess.run(command, timeout=left, check=False, **output)  # type: ignore[call-overload]
+                ended = subprocess.run(
+                    [sys.executable, "-m", module, *call, *files], timeout=left, check=False,
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
             except subprocess.TimeoutExpired:
                 return "no time: it was killed"
             said = f"{time.monotonic() - start:.0f} s: {' '.join(call)}"
             print(f"{said}\n{ended.stdout}", flush=True)
             last = ended.stdout.strip().splitlines()[-1:] or [""]
-            return f"ended with {ended.returncode}: {last[0]}" if ended.returncode else None
+            failed = f"ended with {ended.returncode}: {last[0]}"
+            return failed if ended.returncode else json.loads(file.read_text())
 
-        return list(pool.map(one, calls))
+        part: dict[str, list[Any]] = {"rows": [], "skipped": []}
+        for name, found in zip(calls, pool.map(one, enumerate(calls.values())), strict=True):
+            found = {"skipped": [f"{name}: {found}"]} if isinstance(found, str) else found
+            part = {key: [*lines, *found.get(key, [])] for key, lines in part.items()}
+        return part

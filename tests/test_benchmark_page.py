@@ -28,7 +28,8 @@ def row(op, rows, cols, dtype, tensors=2, **more):
 
 def model_row(variant, wall, **more):
     name = "transformers Qwen3, 2048 wide, 6 layers, 4x4096"
-    return {"model": name, "mode": "training", "variant": variant, "wall_ms": wall, **more}
+    row = {"model": name, "mode": "training", "variant": variant, "wall_ms": wall, **more}
+    return {**row, "layer_norm_ms": 1.0, "peak_gib": 3.0, "kernels": 7}
 
 
 @pytest.fixture
@@ -39,8 +40,9 @@ def made():
         row("backward", 32_768, 4096, "bfloat16", tensors=3),
         row("rms_forward", 32_768, 4096, "bfloat16", liger_us=400.0),
     ]
-    return {"device": "NVIDIA G1 80GB", "driver": "1.2", "torch": "2.13.0", "rows": rows, **NEW,
-            "models": {**NEW, "rows": [model_row("eager", 200.0, device_ms=20.0, peak_gib=3.0),
+    versions = {"driver": "1.2", "torch": "2.13.0", "python": "3.12", "rms_norm": "ATen"}
+    return {"device": "NVIDIA G1 80GB", "clocks": "-", **versions, "rows": rows, **NEW,
+            "models": {**NEW, "rows": [model_row("eager", 200.0, device_ms=20.0),
                                        model_row("swap", 100.0, device_ms=18.0)]}}  # fmt: skip
 
 
@@ -61,14 +63,14 @@ def test_page_and_readme_say_what_was_measured(made):
     faster = "eager PyTorch 3.0x (3.0x), Liger 3.0x (3.0x)"
     assert f"| RMSNorm, forward | 1 | 100% (100%) | {faster} |" in text
     assert "| 8,192 x 4,096 | float32 | 67.1 | 67.1, 100%, 3.00x, - | - |" in text
-    swapped = "swapped | 100 (0.50) | 18.0 (0.90) | - | - | - |"
+    swapped = "swapped | 100 (0.50) | 18.0 (0.90) | 1.00 (1.00) | 3.00 (1.00) | 7 |"
     assert f"| {made['models']['rows'][0]['model']} | training | {swapped}" in text
-    blocks = report.readme_blocks(made)
+    blocks = report.blocks_of(made)[report.README]
     cells = "134 us, 100%, 3.0x, - | -"
     assert f"| RMSNorm of Llama | 32,768 x 4,096 bf16 | {cells} |" in blocks["norms"]
-    assert "81,920 tokens/s (3.0 GiB) | **2.00x** |" in blocks["models"]
-    assert "peak memory" in blocks["models"]
-    assert set(report.readme_blocks({}).values()) == {report.NO_RESULTS}
+    assert "81,920 tokens/s (3.0 GiB) | **2.00x (3.0 GiB)** |" in blocks["models"]
+    assert "`neighbours=True`: **training Qwen3 2.0x**." in blocks["models"]
+    assert set(report.blocks_of({})[report.README].values()) == {report.NO_RESULTS}
     assert report.NO_RESULTS in report.page({}, [])
     lines = [form.format(name) for name in blocks for form in (report.BEGIN, report.END)]
     text = "before\n{}\nold\n{}\nbetween\n{}\nold\n{}\nafter\n".format(*lines)
@@ -83,7 +85,8 @@ def test_only_results_of_one_code_are_shown(made):
     made["sweep"] = {**NEW, "points": 2000, "slower": 0, "worst": [worst]}
     made["sweep_compile"] = {**OLD, "points": 250, "slower": 1, "worst": [worst]}
     made["overhead_stamp"] = OLD
-    made["call_overhead"] = {"grad": {"ours_us": 9.0, "rms_eager_us": 8.0, "rms_ours_us": 6.0}}
+    times = {f"rms_{name}us": 8.0 for name in ("eager_", "eager_best_", "ours_", "ours_best_")}
+    made["call_overhead"] = {"grad": times}
     shown, left_out = report.newest([{**made, **OLD, "device": "NVIDIA G2"}, made])
     assert shown["device"] == made["device"]
     assert [line.split(",")[0] for line in left_out] == [
@@ -113,18 +116,15 @@ def test_old_files_are_found_and_written_anew(made, monkeypatch, tmp_path):
     monkeypatch.setattr(plot, "PLOTS", tmp_path / "docs" / "plots")
     plot.PLOTS.mkdir(parents=True)
     monkeypatch.setattr(report, "PAGE", tmp_path / "docs" / "benchmarks.md")
-    for document, blocks in (
-        ("README", report.readme_blocks),
-        ("FRAMEWORKS", report.frameworks_blocks),
-    ):
-        path = tmp_path / f"{document}.md"
-        monkeypatch.setattr(report, document, path)
-        lines = [form.format(name) for name in blocks({}) for form in (report.BEGIN, report.END)]
+    monkeypatch.setattr(report, "README", tmp_path / "README.md")
+    monkeypatch.setattr(report, "FRAMEWORKS", tmp_path / "FRAMEWORKS.md")
+    for path, blocks in report.blocks_of({}).items():
+        lines = [form.format(name) for name in blocks for form in (report.BEGIN, report.END)]
         path.write_text("\n".join(lines))
     (plot.PLOTS / "old.svg").write_text("")
-    with pytest.raises(SystemExit) as caught:
+    old = "FRAMEWORKS.md, README.md, benchmarks.md, nvidia-g1-80gb.svg, old.svg, steps.svg"
+    with pytest.raises(SystemExit, match=f"^not of the results files: {old};"):
         report.main(["--check"])
-    assert len(str(caught.value).splitlines()) == 7
     report.main(["--write"])
     report.main(["--check"])
     assert sorted(path.name for path in plot.PLOTS.iterdir()) == ["nvidia-g1-80gb.svg"]
@@ -132,5 +132,5 @@ def test_old_files_are_found_and_written_anew(made, monkeypatch, tmp_path):
     report.main(["--write"])
     assert plot.STEPS.read_text() == first, "drawing again changes nothing"
     results.write(tmp_path / "g1.json", {**made, "date": "2026-02-02T03:04:05+00:00"})
-    with pytest.raises(SystemExit, match="is not of the results files"):
+    with pytest.raises(SystemExit, match="not of the results files: README"):
         report.main(["--check"])

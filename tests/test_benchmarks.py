@@ -35,7 +35,6 @@ from benchmarks.cases import CASES, OPS, Case, parse_case, the_list  # noqa: E40
 @pytest.fixture
 def on_cpu(monkeypatch):
     monkeypatch.setattr(timing, "DEVICE", "cpu")
-    monkeypatch.setattr(timing, "l2_bytes", lambda: 1000)
     monkeypatch.setattr(timing, "input_count", lambda *arguments, **options: 2)
 
 
@@ -62,8 +61,8 @@ def test_cases_and_their_texts():
     assert all(0.3 < (case.target or 0.5) < 1.4 for case in CASES)
     assert len({case.name for case in CASES}) == len(CASES)
     for case in (*CASES, *sweep.points()[:50]):
-        assert parse_case(case.text) == results.case_of(results.row_of(case)) == case
-    mixed = Case("backward", 5, 7, "bfloat16", weight_dtype="float32", out_dtype="float32")
+        assert parse_case(case.name) == results.case_of(results.row_of(case)) == case
+    mixed = Case("backward", (5, 7), "bfloat16", weight_dtype="float32", out_dtype="float32")
     assert parse_case("5x7 bf16+fp32>fp32 backward") == mixed
     for text in ("", "5x7 bf16", "5x7 int8 forward", "5x7 bf16 f", "5x7 bf16>fp32+fp32 forward",
                  "5x7 bf16 ada_forward", "2x5x7 bf16 forward", "5x7 bf16 forward per-token",
@@ -136,7 +135,7 @@ def test_csrc_sha256_with_and_without_git(tmp_path):
     ],
 )  # fmt: skip
 def test_verdict(op, times, verdict):
-    case = Case(op, 32768, 1024, "bfloat16", 0.9)
+    case = Case(op, (32768, 1024), "bfloat16", 0.9)
     assert results.verdict(case, {**results.row_of(case), "copy_us": 9.0, **times}) == verdict
 
 
@@ -160,7 +159,7 @@ class FakeSide(compare.Side):
         return [torch.tensor(self.given)]
 
 
-JOBS = compare.jobs_of([parse_case("8192x4096 fp32 forward"), Case("backward", 8, 8, "float32")])
+JOBS = compare.jobs_of([parse_case("8192x4096 fp32 forward"), Case("backward", (8, 8), "float32")])
 
 
 @pytest.mark.parametrize(
@@ -186,11 +185,11 @@ def test_compare_flags_what_is_slower(old_us, new_us, slower, said, on_cpu):
 
 
 class CalledGraph:
-    """timing.Graph without a GPU: the calls' outputs, and their number as the time."""
+    """timing.Graph without a GPU: the calls' outputs, and what they move as the time."""
 
-    def __init__(self, calls, count):
+    def __init__(self, calls, bytes_per_call):
         self.outputs = [call() for call in calls]
-        self.time = lambda *arguments: 1.0 * count
+        self.time = lambda *arguments: 1.0 * bytes_per_call
         self.free = self.outputs.clear
 
 
@@ -232,8 +231,8 @@ def test_two_builds_in_one_process(tmp_path):
 import torch
 from pathlib import Path
 from benchmarks import cases, compare, ours
-names = [compare.load(compare.find_library(Path({str(library.parent)!r}), None), number,
-                      Path({str(tmp_path)!r})) for number in (0, 1)]
+names = [compare.load(Path({str(library.parent)!r}), number, Path({str(tmp_path)!r}))
+         for number in (0, 1)]
 device = dict(capability=90, sms=132, shared_memory=232448, l2_bytes=50 << 20)
 old, new = (getattr(torch.ops, name) for name in names)
 plan = lambda ops: ops._plan(4096, 4096, torch.bfloat16, backward=True, **device)
@@ -264,7 +263,7 @@ TURN = """
 import sys, time
 from pathlib import Path
 from benchmarks import turns
-name, log, lock = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[4])
+name, (log, output, lock) = sys.argv[1], map(Path, sys.argv[2::2])
 def note(what):
     with log.open("a") as file: file.write(f"{what} ")
 with turns.preparing(lock):
@@ -277,6 +276,7 @@ with turns.measuring(lock):
     time.sleep(0.05)
     note("ends")
 if name == "1": sys.exit("no such model")
+output.write_text('{"rows": [5], "skipped": ["a variant"]}')
 """
 
 
@@ -285,9 +285,13 @@ def test_turns(tmp_path, monkeypatch):
     (tmp_path / "a_turn.py").write_text(TURN)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(turns.__file__).parents[1]}")
     log = tmp_path / "log"
-    calls = [[name, str(log)] for name in "01"]
-    assert turns.run("a_turn", calls, 2, 60.0) == [None, "ended with 1: no such model"]
+    calls = {f"model {name}": [name, str(log)] for name in "01"}
+    skipped = ["a variant", "model 1: ended with 1: no such model"]
+    assert turns.collect("a_turn", calls, 2, 60.0) == {"rows": [5], "skipped": skipped}
     assert log.read_text().split()[2:] == ["prepared", "prepared", *["begins", "ends"] * 2]
-    assert turns.run("a_turn", calls, 1, -1.0) == 2 * ["no time"]
+    skipped = ["model 0: no time", "model 1: no time"]
+    assert turns.collect("a_turn", calls, 1, -1.0) == {"rows": [], "skipped": skipped}
     log.unlink()
-    assert turns.run("a_turn", calls[:1], 1, 0.5) == ["no time: it was killed"]  # waits for another
+    del calls["model 1"]  # for which the other waits
+    killed = {"rows": [], "skipped": ["model 0: no time: it was killed"]}
+    assert turns.collect("a_turn", calls, 1, 0.5) == killed
