@@ -16,29 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import ada_layer_norm, layer_norm
-from ..modules import FusedLayerNorm
 from ..ops.arguments import HALF, broadcasts
-from ..stock import FORWARDS, LayerNorm, are_supported
 from . import source
-from .classes import forward_of, is_as_read, must_be_called
-from .forwards import float32, matched, of_layer_norm, parameter
+from .forwards import matched, parameter, result_of
 from .rewrite import Bound, Rewriter, Rules, Template, attribute_of_self, target_of
 
 torch.fx.wrap("_modulated")
-
-
-def _need_not_be_called(norm: Any) -> bool:
-    """Whether a call of the norm computes a layer norm from its attributes, and runs no hook."""
-    cls: Any = type(norm)
-    if cls.forward is FusedLayerNorm.forward:
-        if norm.activation is not None or norm.scale != 1.0 or norm.out_dtype is not None:
-            return False
-        if norm._is_swapped and LayerNorm.forward is not FORWARDS[LayerNorm]:
-            return False
-    elif not (forward_of(cls) in (float32, of_layer_norm) and is_as_read(cls)):
-        return False
-    weight, bias = parameter(norm, "weight"), parameter(norm, "bias")
-    return are_supported(weight, bias) and not must_be_called(norm)
 
 
 def _modulate(
@@ -49,7 +32,7 @@ def _modulate(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, by default the norm's own."""
-    if dtype is None and forward_of(type(norm)) is float32:
+    if dtype is None and result_of(norm):
         dtype = x.dtype
     parameters = parameter(norm, "weight"), parameter(norm, "bias")
     return _modulated(x, shift, scale, *parameters, norm.eps, norm.normalized_shape, dtype)
@@ -93,7 +76,7 @@ def derived(self: Any, *args: Any, **kwargs: Any) -> Any:
     """
     cls: Any = type(self)
     for name in cls._known.norms:
-        if not _need_not_be_called(getattr(self, name)):
+        if result_of(getattr(self, name)) is None:
             return None
     return cls._derived(self, *args, **kwargs)
 

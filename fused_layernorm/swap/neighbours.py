@@ -71,7 +71,7 @@ def _of_norm(self: Any, norm: Any, activation: str, x: Tensor, *rest: Any) -> Te
     y, forward = None, forward_of(type(norm))
     if forward in ACTIVATED:
         y = forward(norm, x, *rest, activation=activation)  # type: ignore[misc]
-    elif not rest and (found := rms.norm_of(norm)) is not None:
+    elif not rest and (found := rms.norm_of(norm, x)) is not None:
         y = rms.normalized(x, *found, activation=activation)
     return y
 

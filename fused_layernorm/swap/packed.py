@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..heads import qkv_norm_rope
 from ..ops.arguments import HALF
-from ..stock import LayerNorm, are_supported, has_kernels
+from ..stock import are_supported, has_kernels
 from . import forwards, rewrite, rms, source
 from .classes import Known, forward_of, is_as_read, is_fused, must_be_called
 from .rewrite import Template
@@ -94,17 +94,14 @@ def _normalized(
 def _norm_of(module: Any, x: Any) -> tuple[Any, Any, float, str] | None:
     """Weight, bias, eps and statistic of the norm that a swapped module computes, if the kernel
     computes the same of x."""
-    forward = forward_of(type(module))
-    is_layer = isinstance(module, LayerNorm) and (
-        forward in _LAYER_NORMS or getattr(module, "_is_swapped", False)
-    )
-    if not (is_layer or forward is rms.timm) or not has_kernels(x) or must_be_called(module):
+    is_layer = forwards.result_of(module) == ""
+    is_rms = forward_of(type(module)) is rms.timm and not module._fast_norm
+    if not (is_layer or is_rms) or not has_kernels(x) or must_be_called(module):
         return None
     weight, bias = module.weight, getattr(module, "bias", None)
     given = [p.dtype for p in (weight, bias) if p is not None]
     fits = (
-        not getattr(module, "_fast_norm", False)
-        and is_fused(module)
+        is_fused(module)
         and type(module.eps) is float
         and x.dim() == 4
         and are_supported(x, weight, bias)
@@ -114,9 +111,6 @@ def _norm_of(module: Any, x: Any) -> tuple[Any, Any, float, str] | None:
         and not torch.is_autocast_enabled(x.device.type)
     )
     return (weight, bias, module.eps, "layer" if is_layer else "rms") if fits else None
-
-
-_LAYER_NORMS = (forwards.timm_last_dims, forwards.last_dims, forwards.of_layer_norm)
 
 
 def has_norms(module: nn.Module, planned: Any) -> bool:

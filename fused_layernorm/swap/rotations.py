@@ -119,7 +119,7 @@ def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> tuple[rms.Norm, rms.Norm] |
     """The norms of q and k, if the kernel computes what the two modules do."""
     found: list[rms.Norm] = []
     for module in (q_norm, k_norm):
-        norm = rms.norm_of(module)
+        norm = rms.norm_of(module, q)
         if norm is None or must_be_called(module) or not is_as_read(type(module)):
             return None
         weight = norm.weight

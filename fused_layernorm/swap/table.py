@@ -23,7 +23,7 @@ SOURCES: Sources = {}  # for classes of any module
 def _known(kind: str, of: Any, name: str) -> Known:
     if of is modulated:
         return Known(kind, of.derived, (*name.split("+"),), of.members)
-    forward = getattr(of, name.removesuffix("+act"))
+    forward = eval(name.removesuffix("+act"), vars(of))
     return Known(kind, forwards.then_act(forward) if name.endswith("+act") else forward)
 
 
