@@ -219,6 +219,7 @@ class Order(nn.Module):
         k = h
         h = self.act(h)
         x = self.norm(h)
+        x = torch.cat([*x.split(1)])
         if self.flag():
             x = x * 2
         x = self.act(x)

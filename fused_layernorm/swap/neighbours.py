@@ -34,7 +34,6 @@ from .classes import Forward, Known, forward_of, is_as_read, is_fused, must_be_c
 from .groups import activation_of, is_plain_group_norm
 from .rewrite import Rules, Template, attribute_of_self, target_of
 
-KIND = "activation"  # of the swapped classes
 Planned = Mapping[nn.Module, type[nn.Module]]  # the classes that a swap will give
 
 # ---- What a swapped forward calls.
@@ -154,6 +153,7 @@ _PAIRS = (  # an elementwise operation changes places with movedim
     Template("ACT(NORM(X) * (1 + SCALE) + SHIFT)", "self._modulated(ACT, NORM, X, SCALE, SHIFT)"),
 )
 _OF_NORMS = Template("NORM(*X)"), Template("NORM(*X).movedim(-1, 1)")
+_MODULATED = Template("NORM(*X) * (1 + SCALE) + SHIFT")
 _OF_ACTIVATION = Template("ACT(NAME)")
 
 
@@ -173,37 +173,12 @@ class _Activations(rewrite.Rewriter):
     def visit(self, node: Any) -> Any:
         for field in ("body", "orelse", "finalbody"):
             if isinstance(statements := getattr(node, field, None), list):
-                setattr(node, field, _joined([*statements]))
+                for i in range(len(statements) - 1, 0, -1):
+                    if i < len(statements):  # a push takes up to two away
+                        _push(statements, i)
+                uses = [*_PAIRS, _MODULATED]
+                rewrite.postpone(statements, [*_OF_NORMS, _MODULATED], uses, _RULES)
         return super().visit(node)
-
-
-def _joined(statements: list[Any]) -> list[ast.stmt]:
-    """The statements, with one in the place of two or three that give and use one name."""
-    for i in range(len(statements) - 1, 0, -1):
-        if i < len(statements):  # a push takes up to two away
-            _push(statements, i)
-    joined: list[ast.stmt] = []
-    while statements:
-        first = statements.pop(0)
-        for count in range(1, 1 + min(2, len(statements))):
-            value = _inlined(first, statements[:count])
-            if any(one.match(value, _RULES) for one in _PAIRS):
-                first.value = value
-                del statements[:count]
-                break
-        joined.append(first)
-    return joined
-
-
-def _inlined(first: Any, following: list[Any]) -> Any:
-    """The value of statements that all assign to one name, of which each uses it once."""
-    name, value = target_of(first), getattr(first, "value", None)
-    for statement in following:
-        names = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
-        if name is None or target_of(statement) != name or names.count(name) != 2:
-            return None
-        value = rewrite.filled(statement.value, {name: value})
-    return value
 
 
 def _push(statements: list[Any], i: int) -> None:
@@ -233,12 +208,12 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
     if issubclass(cls, nn.Sequential) and cls.__iter__ is nn.Sequential.__iter__:
         if cls.forward is not _SEQUENTIAL_FORWARD:
             return None
-        known, part = Known(KIND, _in_sequence), source.Part(cls, "forward", cls.forward)
+        known, part = Known("activation", _in_sequence), source.Part(cls, "forward", cls.forward)
         return classes.made_class(cls, known, (part,), (class_of,), forward=_in_sequence)
     names = rewrite.names_in(cls)
     if not (any(map(_NORM.search, names)) and any(map(_ACT.search, names))):
         return None
-    return rewrite.remade(cls, Known(KIND, _activated), class_of, _remake)
+    return rewrite.remade(cls, Known("activation", _activated), class_of, _remake)
 
 
 _SEQUENTIAL_FORWARD = stock.own_forward(nn.Sequential)

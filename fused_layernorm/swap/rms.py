@@ -45,7 +45,7 @@ Dtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
 OF_X: Dtypes = {(x, weight): x for x in (_F32, _F16, _BF16) for weight in (x, _F32, None)}
 PROMOTED: Dtypes = {(x, weight): torch.promote_types(x, weight or x) for x, weight in OF_X}
 _WIDE: Dtypes = dict.fromkeys(OF_X, _F32)
-_ONE: Dtypes = {key: x for key, x in OF_X.items() if key[1] in (x, None)}
+ONE: Dtypes = {key: x for key, x in OF_X.items() if key[1] in (x, None)}
 # For classes that round at every step in half precision.
 FLOAT32: Dtypes = {key: x for key, x in OF_X.items() if x is _F32}
 
@@ -191,7 +191,7 @@ def diffusers(self: Any, x: Tensor) -> Tensor | None:
 
 
 NORMS[diffusers] = lambda self, x: (
-    Norm(self.weight, self.eps, ROUNDED, _ONE) if self.bias is None else None
+    Norm(self.weight, self.eps, ROUNDED, ONE) if self.bias is None else None
 )
 
 
