@@ -186,9 +186,13 @@ def _or_stock(swapped: Any) -> Forward:
 
     def of_any_call(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Other modules that a forward calls may make tensors, on the device that a mode says.
-        is_alone = is_norm and len(args) == 1 and not (kwargs or self._modules or is_compiling())
-        has_plain = _PARAMETERS.issuperset(map(type, self._parameters.values()))
-        if is_alone and has_plain and stock.has_device_mode_alone():
+        if (
+            is_norm
+            and len(args) == 1
+            and not (kwargs or self._modules or is_compiling())
+            and stock.has_device_mode_alone()
+            and _PARAMETERS.issuperset(map(type, self._parameters.values()))
+        ):
             with stock.without_function_modes():
                 found = fused(self, *args) if is_plain(self, *args) else None
             if found is not None:
@@ -205,16 +209,16 @@ def _or_stock(swapped: Any) -> Forward:
 
     # torch.jit.script compiles the source of the function that this one wraps, with the globals of
     # this one. So they are made the stock forward's, and this one reads none.
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
         # Asked first: under such a mode each access to a tensor costs the host microseconds.
         is_foreign = not is_compiling() and (count := modes()) and has_foreign_mode(count)
-        if not is_foreign:
-            if kwargs or not args or args[1:] or not is_plain(self, args[0]):
-                return of_any_call(self, args, kwargs)
-            found = fused(self, *args)
-            if found is not None:
-                return found
-        return (cls.forward if own is None else own)(self, *args, **kwargs)
+        if not (is_foreign or rest or kwargs) and is_plain(self, x):
+            found = fused(self, x)
+            return (cls.forward if own is None else own)(self, x) if found is None else found
+        args = () if x is None and not rest else (x, *rest)
+        if is_foreign:
+            return (cls.forward if own is None else own)(self, *args, **kwargs)
+        return of_any_call(self, args, kwargs)
 
     names = getattr(wrapped, "__globals__", globals())
     forward = types.FunctionType(

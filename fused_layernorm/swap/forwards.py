@@ -28,16 +28,6 @@ for _traced in ("layer_norm", "_in_input_dtype", "_float32_without_bias", "_in_p
     torch.fx.wrap(_traced)
 
 
-def then_act(norm: Forward) -> Forward:
-    """The forward of timm's norms that an activation follows, from that of the norm alone."""
-
-    def forward(self: Any, x: Tensor) -> Any:
-        y = norm(self, x)
-        return None if y is None else self.act(self.drop(y))
-
-    return forward
-
-
 def parameter(module: Any, name: str) -> Any:
     """module.weight, for example, without the half microsecond of nn.Module.__getattr__.
 

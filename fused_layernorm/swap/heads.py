@@ -42,25 +42,9 @@ class Rotation(NamedTuple):
     keeps_dtype: bool = False  # the result has q's dtype; otherwise q's and cos's are promoted
 
 
-# From the digest of apply_rotary_pos_emb and the functions that it calls, without decorators; in
-# comments a model that has it. The second of a line had an argument position_ids, before
-# transformers 5.
-SOURCES: dict[str, Rotation] = {
-    digest: rotation
-    for digests, rotation in (
-        ("6922d206ec751dc2 62380bac24241fdd", Rotation()),  # llama
-        ("e9a8aadde98dff5b 2c8a318a1d377ae6", Rotation(partial=True)),  # gpt_neox
-        ("8d61390b28a94d9c e4a565c859160ae8", Rotation(partial=True)),  # phi3
-        ("3de9e6a335fe556a 10547c0feab1d2a3", Rotation(keeps_dtype=True)),  # olmo2
-        ("4540e3863830158a 3fe1dd310493db23", Rotation(keeps_dtype=True)),  # modernbert
-        ("cc185f615eebaf13 91e30ab1dc7dd407", Rotation(True, keeps_dtype=True)),  # cohere
-        ("4c0d925fd3f34deb 00483a36817e7667", Rotation(True, True, True)),  # glm
-        ("47670ed22499e77d 6004dd35a1051883", Rotation(True, True, False, True)),  # ernie4_5
-        # liger_rotary_pos_emb of liger-kernel 0.8.5
-        ("c3de4d72201d9049", Rotation(partial=True, keeps_dtype=True)),
-    )
-    for digest in digests.split()
-}
+# From the digest of apply_rotary_pos_emb and the functions that it calls, without decorators: the
+# rows of known.txt.
+SOURCES: dict[str, Rotation] = {}
 
 # ---- What a swapped forward calls.
 

@@ -30,8 +30,8 @@ from torch.nn.modules.conv import _ConvNd
 from .. import stock
 from ..groups import KEEPS_CHANNELS_LAST, as_pytorch_reads
 from . import classes, groups, rewrite, rms, source
-from .classes import Forward, Known, forward_of, is_as_read, is_fused, must_be_called
-from .groups import activation_of, is_plain_group_norm
+from .classes import Known, forward_of, is_as_read, is_fused, must_be_called
+from .groups import activation_of, is_plain_group_norm, takes_activation
 from .rewrite import Rules, Template, attribute_of_self, target_of
 
 Planned = Mapping[nn.Module, type[nn.Module]]  # the classes that a swap will give
@@ -67,20 +67,11 @@ def _of_norm(self: Any, norm: Any, activation: str, x: Tensor, *rest: Any) -> Te
         return groups.of_group_norm(norm, x, activation, lambda x: _in_order(self, x))
     if not stock.are_supported(x, *rest, *norm._parameters.values()):
         return None
-    y, forward = None, forward_of(type(norm))
-    if forward in ACTIVATED:
-        y = forward(norm, x, *rest, activation=activation)  # type: ignore[misc]
-    elif not rest and (found := rms.norm_of(norm, x)) is not None:
-        y = rms.normalized(x, *found, activation=activation)
-    return y
-
-
-# The forwards, of the tables of norms, that apply an activation too.
-ACTIVATED: set[Forward | None] = {
-    *(groups.instance_norm, groups.of_group_norm, groups.timm),
-    *(groups.ada, groups.kandinsky3, groups.cosmos),
-    *(rms.wan, rms.kandinsky6, rms.per_channel),
-}
+    forward = forward_of(type(norm))
+    if forward is not None and takes_activation(forward):
+        return forward(norm, x, *rest, activation=activation)
+    found = None if rest else rms.norm_of(norm, x)
+    return None if found is None else rms.normalized(x, *found, activation=activation)
 
 
 def _in_order(self: Any, x: Tensor) -> Tensor:
@@ -124,7 +115,7 @@ def is_pair(norm: Any, act: Any, cls: Any = None) -> bool:
     if is_plain_group_norm(norm, cls):
         return True
     forward = forward_of(cls or type(norm))
-    return forward in ACTIVATED or forward in rms.NORMS
+    return forward in rms.NORMS or (forward is not None and takes_activation(forward))
 
 
 # ---- Their source.
@@ -164,13 +155,9 @@ def _is(statement: Any, name: str | None, *templates: Template) -> bool:
     return name is not None and target_of(statement) == name and name in names
 
 
-class _Activations(rewrite.Rewriter):
-    """Also finds a norm and its activation in statements that follow each other."""
-
-    def __init__(self) -> None:
-        super().__init__(_RULES, *_PAIRS)
-
-    def visit(self, node: Any) -> Any:
+def _join(tree: ast.AST) -> None:
+    """Brings a norm and its activation, in statements that follow each other, into one of them."""
+    for node in ast.walk(tree):
         for field in ("body", "orelse", "finalbody"):
             if isinstance(statements := getattr(node, field, None), list):
                 for i in range(len(statements) - 1, 0, -1):
@@ -178,7 +165,6 @@ class _Activations(rewrite.Rewriter):
                         _push(statements, i)
                 uses = [*_PAIRS, _MODULATED]
                 rewrite.postpone(statements, [*_OF_NORMS, _MODULATED], uses, _RULES)
-        return super().visit(node)
 
 
 def _push(statements: list[Any], i: int) -> None:
@@ -220,7 +206,8 @@ _SEQUENTIAL_FORWARD = stock.own_forward(nn.Sequential)
 
 
 def _remake(made: source.Decorated) -> Any:
-    rewriter = _Activations()
+    _join(made.tree)
+    rewriter = rewrite.Rewriter(_RULES, *_PAIRS)
     tree = rewriter.visit(made.tree)
     if not rewriter.found:
         return None

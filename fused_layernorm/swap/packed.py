@@ -105,11 +105,10 @@ def _views(statement: ast.Assign, views: dict[str, _View]) -> dict[str, _View]:
         return dict.fromkeys(names, views[root] if is_whole else _View(views[root].whole))
     if len(names) > 1:
         return {name: _View(root, str(i), str(i + 1)) for i, name in enumerate(names)}
-    part = getattr(getattr(value, "slice", None), "elts", [])  # whole[..., first:last]
-    if len(part) == 2 and isinstance(part[1], ast.Slice) and isinstance(value.value, ast.Name):
-        ends = (part[1].lower, part[1].upper)
-        first, last = (ast.unparse(end) if end is not None else None for end in ends)
-        return dict.fromkeys(names, _View(root, first, last))
+    match value:  # whole[..., first:last]
+        case ast.Subscript(ast.Name(), ast.Tuple([_, ast.Slice(first, last)])):
+            ends = [None if end is None else ast.unparse(end) for end in (first, last)]
+            return dict.fromkeys(names, _View(root, *ends))
     return dict.fromkeys(names, _View(root))
 
 
@@ -124,8 +123,9 @@ def add_v(forward: ast.FunctionDef, call: Template) -> bool | None:
         found: dict[str, _View] = {}
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             if call.match(statement.value, {}) is not None:
-                writes = rewrite.writes(forward)
-                return None if writes else _add(statement, forward.body[i + 1 :], views)
+                if rewrite.writes(forward):
+                    return None
+                return _add(statement, forward.body[i + 1 :], views)
             found = _views(statement, views)
         views = {n: v for n, v in views.items() if not {n, v.whole} & stored}
         views |= {n: v for n, v in found.items() if v.whole not in stored}

@@ -39,9 +39,6 @@ class Template:
         bound: Bound = {}
         return bound if _matches(self.pattern, node, rules, bound) else None
 
-    def fill(self, bound: Bound) -> Any:
-        return filled(self.instead, bound)
-
 
 def _matches(pattern: Any, node: Any, rules: Rules, bound: Bound) -> bool:
     if isinstance(pattern, ast.Name) and pattern.id.isupper():
@@ -89,7 +86,7 @@ class Rewriter(ast.NodeTransformer):
             bound = template.match(node, self.rules)
             if bound is not None:
                 self.found.append(bound)
-                return self.visit(ast.copy_location(template.fill(bound), node))
+                return self.visit(ast.copy_location(filled(template.instead, bound), node))
         return self.generic_visit(node)
 
 
@@ -156,7 +153,7 @@ def postpone(
             between = statements[i + 1 : statements.index(use)]
             if not is_known and not _may_move(moved, name, between, use):
                 continue
-            value = filled(getattr(use, "value", None), {name: moved})
+            value = filled(getattr(use, "value", None), {name: copy.deepcopy(moved)})
             if any(one.match(value, rules) for one in uses):
                 use.value, statement.value = value, x
 

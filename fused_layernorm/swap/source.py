@@ -273,9 +273,7 @@ def _copy(
     names = function.__globals__
     made = types.FunctionType(code, names, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
-    for name in ("__module__", "__qualname__", "__doc__"):
-        setattr(made, name, getattr(function, name))
-    vars(made).update(vars(function))
+    del vars(functools.update_wrapper(made, function))["__wrapped__"]
     return made
 
 

@@ -148,16 +148,15 @@ def _planned(
             elif found and found.kind == "rms" and "LayerNorm" in plain_class(module).__name__:
                 note(module, "it computes RMSNorm")
     of_heads, of_activations = map(functools.cache, (heads.class_of, beside.class_of))
-    planned = {**plan}
     for module in model.modules() if neighbours else ():
         if module in plan or is_fused(module) or "forward" in module.__dict__:
             continue
         cls: Any = classes.swapped_from(module) or plain_class(module)
         made: Any = of_heads(cls)
-        if not isinstance(made, str | None) and not _has_norms(module, made._known, planned):
+        if not isinstance(made, str | None) and not _has_norms(module, made._known, plan):
             made = None
         if made is None and (made := of_activations(cls)) is not None:
-            made = made if beside.has_pair(module, made, planned) else None
+            made = made if beside.has_pair(module, made, plan) else None
         note(module, made)
     return plan
 
