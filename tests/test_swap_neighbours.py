@@ -246,6 +246,7 @@ class Order(NormAndAct):
         k = h
         h = self.act(h)
         x = self.norm(h)
+        x = torch.cat([*x.split(1)])
         if self.flag():
             x = x * 2
         x = self.act(x)

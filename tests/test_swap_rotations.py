@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_layernorm
 from fused_layernorm import stock, swap_norms, unswap_norms
-from fused_layernorm.swap import packed as swap_packed
-from fused_layernorm.swap import rotations as swap_rotations
+from fused_layernorm.swap import heads as swap_heads
 
 libraries.get("transformers")  # or all tests here are skipped
 
@@ -41,9 +40,8 @@ def calls(monkeypatch):
         return run_packed(*args, **options)
 
     monkeypatch.setattr(stock, "_cpu_operators", True)
-    for module in (swap_rotations, swap_packed):
-        monkeypatch.setattr(module, "qkv_norm_rope", counted_packed)
-    monkeypatch.setattr(swap_rotations, "qk_norm_rope", counted)
+    monkeypatch.setattr(swap_heads, "qkv_norm_rope", counted_packed)
+    monkeypatch.setattr(swap_heads, "qk_norm_rope", counted)
     return found
 
 
@@ -66,7 +64,7 @@ def run(model):
 
 
 def rotating(model):
-    return [m for m in model.modules() if hasattr(type(m), "_rotation")]
+    return [m for m in model.modules() if getattr(type(m), "_rotation", None) is not None]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -111,7 +109,7 @@ def test_what_the_kernel_does_not_take_runs_as_before(calls):
 
 
 def test_an_unknown_source_is_left(caplog, monkeypatch):
-    monkeypatch.setattr(swap_rotations, "SOURCES", {})
+    monkeypatch.setattr(swap_heads, "SOURCES", {})
     caplog.set_level("INFO", "fused_layernorm.swap")
     model = swap_norms(make("Llama"), neighbours=True)
     assert not rotating(model)

@@ -49,22 +49,16 @@ _TABLES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def _enter(tool: str, stock: type[nn.Module], ours: type[nn.Module]) -> None:
-    name, entry = _TABLES[tool]
-    table: Any = getattr(sys.modules.get(tool), name, ())  # a tool may be imported later
-    if stock in table:
-        table.setdefault(ours, entry(table[stock]))
+def _enter(stock: type[nn.Module], ours: type[nn.Module]) -> None:
+    for tool, (name, entry) in _TABLES.items():
+        table: Any = getattr(sys.modules.get(tool), name, ())  # a tool may be imported later
+        if stock in table:
+            table.setdefault(ours, entry(table[stock]))
 
 
-def _fill(tool: str) -> None:
+def _enter_all() -> None:
     for stock, ours in (*classes.PLAIN.items(), *classes.made_classes()):
-        _enter(tool, stock, ours)
-
-
-def _tell_of(stock: type[nn.Module], ours: type[nn.Module]) -> None:
-    """Enters a class that is made after a tool has been imported."""
-    for tool in _TABLES:
-        _enter(tool, stock, ours)
+        _enter(stock, ours)
 
 
 # ---- fvcore.
@@ -125,7 +119,7 @@ def _tell(module: str, register: Callable[[], None]) -> None:
 
 
 for _tool in _TABLES:
-    _tell(_tool, functools.partial(_fill, _tool))
+    _tell(_tool, _enter_all)
 _tell("fvcore.nn.flop_count", _register_with_fvcore)
 _tell("torch.ao.quantization.quantize_fx", _register_with_fx_quantization)
-classes.told_of_classes.append(_tell_of)
+classes.told_of_classes.append(_enter)

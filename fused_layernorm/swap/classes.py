@@ -184,27 +184,25 @@ def _or_stock(swapped: Any) -> Forward:
             and is_known(self)
         )
 
-    def is_plain_but_for_a_device_mode(self: Any, x: Any, others: Any) -> bool:
-        """Other modules that a forward calls may make tensors, on the device that the mode says."""
-        if _is_compiling() or not is_norm or others or self._modules:
-            return False
-        types = map(type, self._parameters.values())
-        return stock.has_device_mode_alone() and type(x) is Tensor and _PARAMETERS.issuperset(types)
-
-    def of_any_call(self: Any, x: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args = () if x is None and not rest else (x, *rest)
-        unfused = cls.forward if own is None else own
-        if is_plain_but_for_a_device_mode(self, x, rest or kwargs):
+    def of_any_call(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Other modules that a forward calls may make tensors, on the device that a mode says.
+        if (
+            is_norm
+            and len(args) == 1
+            and not (kwargs or self._modules or is_compiling())
+            and stock.has_device_mode_alone()
+            and _PARAMETERS.issuperset(map(type, self._parameters.values()))
+        ):
             with stock.without_function_modes():
-                known = is_plain(self, x)
-                found = fused(self, x) if known else None
-            if known:
-                return unfused(self, x) if found is None else found
-        if x is None and kwargs.get(first) is not None:
-            args = (kwargs.pop(first), *rest)
+                found = fused(self, *args) if is_plain(self, *args) else None
+            if found is not None:
+                return found
+        if not args and kwargs.get(first) is not None:
+            args = (kwargs.pop(first),)
         others = (*kwargs.values(), *self._parameters.values())
-        known = is_known(self) and stock.are_supported(*args, *others)
+        known = bool(args) and is_known(self) and stock.are_supported(*args, *others)
         found = fused(self, *args, **kwargs) if known else None
+        unfused = cls.forward if own is None else own
         return unfused(self, *args, **kwargs) if found is None else found
 
     modes, is_compiling, has_foreign_mode = _function_modes, _is_compiling, stock.has_foreign_mode
@@ -213,17 +211,14 @@ def _or_stock(swapped: Any) -> Forward:
     # this one. So they are made the stock forward's, and this one reads none.
     def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
         # Asked first: under such a mode each access to a tensor costs the host microseconds.
-        if not is_compiling() and (count := modes()) and has_foreign_mode(count):
-            unfused = cls.forward if own is None else own
-            if not rest and not kwargs and x is not None:
-                return unfused(self, x)
-            return unfused(self, *(() if x is None and not rest else (x, *rest)), **kwargs)
-        if rest or kwargs or not is_plain(self, x):
-            return of_any_call(self, x, rest, kwargs)
-        found = fused(self, x)
-        if found is None:
-            return (cls.forward if own is None else own)(self, x)
-        return found
+        is_foreign = not is_compiling() and (count := modes()) and has_foreign_mode(count)
+        if not (is_foreign or rest or kwargs) and is_plain(self, x):
+            found = fused(self, x)
+            return (cls.forward if own is None else own)(self, x) if found is None else found
+        args = () if x is None and not rest else (x, *rest)
+        if is_foreign:
+            return (cls.forward if own is None else own)(self, *args, **kwargs)
+        return of_any_call(self, args, kwargs)
 
     names = getattr(wrapped, "__globals__", globals())
     forward = types.FunctionType(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forwards that replace those of LayerNorms of other libraries.
 
-Most say what the classes differ in, as arguments of `_norm`. The others are written as methods of
-the swapped class, with the parameters of the forward that they replace, of which the first may have
-another name. A forward returns None where the kernels cannot serve a call, or where an option of
-the library asks for another computation: the class's own forward then runs (classes._or_stock).
+Most say what the classes differ in, as arguments of `norm` in known.txt. The others are written as
+methods of the swapped class, with the parameters of the forward that they replace, of which the
+first may have another name. A forward returns None where the kernels cannot serve a call, or where
+an option of the library asks for another computation: the class's own forward then runs
+(classes._or_stock).
 """
 
 from __future__ import annotations
@@ -16,24 +17,15 @@ import torch
 from torch import Tensor
 
 from ..functional import layer_norm
+from ..modules import FusedLayerNorm, is_bare
 from ..ops.arguments import HALF
-from ..stock import dtypes_are_supported
-from .classes import Forward
+from ..stock import are_supported, dtypes_are_supported
+from .classes import Forward, forward_of, is_fused, must_be_called
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
 # branches on dtypes or strides.
 for _traced in ("layer_norm", "_in_input_dtype", "_float32_without_bias", "_in_promoted_dtype"):
     torch.fx.wrap(_traced)
-
-
-def then_act(norm: Forward) -> Forward:
-    """The forward of timm's norms that an activation follows, from that of the norm alone."""
-
-    def forward(self: Any, x: Tensor) -> Any:
-        y = norm(self, x)
-        return None if y is None else self.act(self.drop(y))
-
-    return forward
 
 
 def parameter(module: Any, name: str) -> Any:
@@ -124,10 +116,14 @@ def _in_promoted_dtype(
     return layer_norm(*matched(x, weight, bias), eps, out_dtype=dtype, dim=dim)
 
 
-_CHANNELS, _CHANNELS_1D = (0, 2, 3, 1), (0, 2, 1)
+CHANNELS, CHANNELS_1D = (0, 2, 3, 1), (0, 2, 1)
+
+# The forwards that compute F.layer_norm of weight, bias, eps and normalized_shape, with the dtype
+# of the result as `norm` takes it.
+OF_ATTRIBUTES: dict[Forward | None, str] = {}
 
 
-def _norm(
+def norm(
     eps: str | float = "eps",
     dtype: str = "",
     *,
@@ -173,22 +169,13 @@ def _norm(
             y = layer_norm(x, weight, bias, number, normalized_shape=sizes, out_dtype=out_dtype)
         return y if back is None else y.permute(back)
 
+    if (eps, shape, affine, plus_one, order) == ("eps", "normalized_shape", True, False, None):
+        OF_ATTRIBUTES[forward] = dtype
     return forward
 
 
-last_dims = _norm()
-timm_last_dims = _norm(unless="_fast_norm")
-float32 = _norm(dtype="float32")
-input_dtype = _norm(dtype="x")
-without_parameters = _norm(1e-5, "float32", affine=False)
-shape_of_weight = _norm(1e-5, shape=None)
-weight_plus_one = _norm(plus_one=True)
-by_hand = _norm("variance_epsilon", "promoted", shape=None)
-channels_first, channels_first_1d = _norm(order=_CHANNELS), _norm(order=_CHANNELS_1D)
-timm_channels_first = _norm(order=_CHANNELS, unless="_fast_norm")
-float32_channels_first = _norm(dtype="float32", order=_CHANNELS)
-channels_first_by_hand = _norm(dtype="widened", shape=None, dim=1)
-_channels_first_by_hand_5 = _norm(dtype="promoted", shape=None, dim=1)
+last_dims, channels_first, weight_plus_one = norm(), norm(order=CHANNELS), norm(plus_one=True)
+channels_first_by_hand = norm(dtype="widened", shape=None, dim=1)
 
 
 def of_layer_norm(self: Any, input: Tensor) -> Tensor | None:
@@ -197,6 +184,22 @@ def of_layer_norm(self: Any, input: Tensor) -> Tensor | None:
     if self.eps != self.eps or not dtypes_are_supported(input, weight, bias):
         return None
     return layer_norm(input, weight, bias, self.eps, normalized_shape=tuple(self.normalized_shape))
+
+
+OF_ATTRIBUTES[of_layer_norm] = ""
+
+
+def result_of(module: Any) -> str | None:
+    """The dtype of a norm's result, as `norm` takes it, if a call of the module computes
+    F.layer_norm of its attributes and runs nothing else; None if it may not."""
+    forward = forward_of(type(module))
+    is_ours = type(module).forward is FusedLayerNorm.forward and is_bare(module)
+    if not (is_ours or forward in OF_ATTRIBUTES) or getattr(module, "_fast_norm", False):
+        return None
+    known = are_supported(parameter(module, "weight"), parameter(module, "bias"))
+    if not known or not is_fused(module) or must_be_called(module):
+        return None
+    return OF_ATTRIBUTES.get(forward, "")
 
 
 def weight_plus_one_outside_autocast(self: Any, input: Tensor) -> Tensor | None:
@@ -215,7 +218,7 @@ def float32_without_bias(self: Any, hidden_states: Tensor) -> Tensor:
     return _float32_without_bias(hidden_states, self.weight, self.variance_epsilon)
 
 
-_esmfold = _norm(shape="c_in")
+_esmfold = norm(shape="c_in")
 
 
 def esmfold(self: Any, x: Tensor) -> Tensor | None:
@@ -226,10 +229,10 @@ def timm_exp2d(self: Any, x: Tensor) -> Any:
     return channels_first(self, x) if x.is_contiguous() else channels_first_by_hand(self, x)
 
 
-def data_format(self: Any, x: Tensor, first: Forward = channels_first) -> Any:
-    return (first if self.data_format == "channels_first" else last_dims)(self, x)
+def data_format(first: Forward) -> Forward:
+    """`first` is the forward for channels_first."""
 
+    def forward(self: Any, x: Tensor) -> Any:
+        return (first if self.data_format == "channels_first" else last_dims)(self, x)
 
-def data_format_by_hand(self: Any, x: Tensor) -> Any:
-    """transformers before 5.0."""
-    return data_format(self, x, _channels_first_by_hand_5)
+    return forward

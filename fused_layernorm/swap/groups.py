@@ -21,7 +21,7 @@ from ..groups import FusedGroupNorm, ada_group_norm, as_pytorch_reads, group_nor
 from ..modules import is_bare
 from ..ops import autocast
 from ..ops.formulas import activate
-from .classes import must_be_called
+from .classes import Forward, must_be_called
 from .forwards import parameter
 
 # torch.fx.symbolic_trace records each of these as one call.
@@ -58,6 +58,13 @@ def activation_of(act: Any) -> str | None:
         approximate: Any = act.approximate
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
     return name if name != "leaky_relu" or act.negative_slope == 0.01 else None
+
+
+def takes_activation(forward: Any) -> bool:
+    """Whether a forward applies an activation too; one that register_swap was told of does not."""
+    code = forward.__code__
+    is_ours = forward.__module__.startswith(f"{__package__}.")
+    return is_ours and "activation" in code.co_varnames[: code.co_argcount]
 
 
 # ---- Forwards.
@@ -126,21 +133,20 @@ def timm(self: Any, x: Tensor, activation: str | None = None) -> Tensor | None:
     return None if self._fast_norm else of_group_norm(self, x, activation)
 
 
-def _then_act(self: Any, x: Tensor, act: Any, may_fuse: bool = True) -> Any:
-    """The norm and the activation that the class has behind it."""
-    activation = activation_of(act) if may_fuse and stock.has_kernels(x) else None
-    y = of_group_norm(self, x, activation)
-    return y if y is None or activation is not None else act(y)
+def then_act(norm: Forward, act: str = "act") -> Forward:
+    """The forward of a norm that the class's dropout, if it has one, and activation follow."""
+    fuses = takes_activation(norm)
 
+    def forward(self: Any, x: Tensor) -> Any:
+        drop, behind = self._modules.get("drop"), getattr(self, act)
+        drops = drop is not None and (type(drop) is not nn.Identity or must_be_called(drop))
+        activation = activation_of(behind) if fuses and not drops and stock.has_kernels(x) else None
+        if activation is not None:
+            return norm(self, x, activation)
+        y = norm(self, x)
+        return None if y is None else behind(y if drop is None else drop(y))
 
-def timm_act(self: Any, x: Tensor) -> Any:
-    drops_none = type(self.drop) is nn.Identity and not must_be_called(self.drop)
-    act = self.act if drops_none else lambda y: self.act(self.drop(y))
-    return None if self._fast_norm else _then_act(self, x, act, drops_none)
-
-
-def bit(self: Any, hidden_state: Tensor) -> Any:
-    return _then_act(self, hidden_state, self.activation)
+    return forward
 
 
 def emu3(self: Any, input: Tensor, quant_states: Any = None) -> Tensor | None:
@@ -216,8 +222,7 @@ def cosmos(self: Any, hidden_states: Tensor, activation: str | None = None) -> A
     """diffusers' CosmosCausalGroupNorm, of each frame by itself: its norm is called but for an
     activation."""
     norm, x = self.norm, hidden_states
-    is_plain = type(norm).forward is FusedGroupNorm.forward and not must_be_called(norm)
-    if activation is None or not is_plain or x.dim() != 5:
+    if activation is None or not is_plain_group_norm(norm) or must_be_called(norm) or x.dim() != 5:
         return None
     if self.num_groups != 1:
         return of_group_norm(norm, x, activation)

@@ -18,7 +18,7 @@ from ..stock import has_kernels
 from . import rms
 
 
-def norm_of(self: Any) -> rms.Norm | None:
+def norm_of(self: Any, x: Tensor) -> rms.Norm | None:
     weight, mode = self.weight, self.casting_mode
     if mode not in ("llama", "gemma"):
         return None
@@ -27,7 +27,7 @@ def norm_of(self: Any) -> rms.Norm | None:
 
 
 def rms_norm(self: Any, hidden_states: Tensor) -> Tensor | None:
-    norm = norm_of(self)
+    norm = norm_of(self, hidden_states)
     if norm is None or type(hidden_states) is not Tensor:  # Liger gathers a DTensor
         return None
     return rms.normalized(hidden_states, *norm, keeps_order=False)

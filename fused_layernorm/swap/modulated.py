@@ -16,29 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import ada_layer_norm, layer_norm
-from ..modules import FusedLayerNorm
 from ..ops.arguments import HALF, broadcasts
-from ..stock import FORWARDS, LayerNorm, are_supported
 from . import source
-from .classes import forward_of, is_as_read, must_be_called
-from .forwards import float32, matched, of_layer_norm, parameter
-from .rewrite import Bound, Rewriter, Rules, Template, attribute_of_self, target_of
+from .forwards import matched, parameter, result_of
+from .rewrite import Rewriter, Rules, Template, attribute_of_self, postpone
 
 torch.fx.wrap("_modulated")
-
-
-def _need_not_be_called(norm: Any) -> bool:
-    """Whether a call of the norm computes a layer norm from its attributes, and runs no hook."""
-    cls: Any = type(norm)
-    if cls.forward is FusedLayerNorm.forward:
-        if norm.activation is not None or norm.scale != 1.0 or norm.out_dtype is not None:
-            return False
-        if norm._is_swapped and LayerNorm.forward is not FORWARDS[LayerNorm]:
-            return False
-    elif not (forward_of(cls) in (float32, of_layer_norm) and is_as_read(cls)):
-        return False
-    weight, bias = parameter(norm, "weight"), parameter(norm, "bias")
-    return are_supported(weight, bias) and not must_be_called(norm)
 
 
 def _modulate(
@@ -49,7 +32,7 @@ def _modulate(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, by default the norm's own."""
-    if dtype is None and forward_of(type(norm)) is float32:
+    if dtype is None and result_of(norm):
         dtype = x.dtype
     parameters = parameter(norm, "weight"), parameter(norm, "bias")
     return _modulated(x, shift, scale, *parameters, norm.eps, norm.normalized_shape, dtype)
@@ -93,64 +76,34 @@ def derived(self: Any, *args: Any, **kwargs: Any) -> Any:
     """
     cls: Any = type(self)
     for name in cls._known.norms:
-        if not _need_not_be_called(getattr(self, name)):
+        if result_of(getattr(self, name)) is None:
             return None
     return cls._derived(self, *args, **kwargs)
 
 
 # ---- Their source.
 
-_OF_NORM = Template("NORM(X)"), Template("NORM(X).to(dtype=DTYPE)")
-_MODULATIONS = (
-    Template("N * FACTOR + SHIFT", "self._modulate(NORM, X, SHIFT, SCALE, DTYPE)"),
-    Template("N * FACTOR", "self._modulate(NORM, X, None, SCALE, DTYPE)"),
-    Template("N + SHIFT", "self._modulate(NORM, X, SHIFT, None, DTYPE)"),
-)
+_OF_NORM = Template("NORM(*X)"), Template("NORM(*X).to(dtype=DTYPE)")
+_MODULATIONS = [
+    Template(norm + modulation, f"self._modulate(NORM, X, {shift}, {scale}, {dtype})")
+    for norm, dtype in (("NORM(X)", "None"), ("NORM(X).to(dtype=DTYPE)", "DTYPE"))
+    for modulation, shift, scale in (
+        (" * (1 + SCALE) + SHIFT", "SHIFT", "SCALE"),
+        (" * (1 + SCALE)[INDEX] + SHIFT", "SHIFT", "SCALE[INDEX]"),
+        (" * (1 + SCALE)", "None", "SCALE"),
+        (" * (1 + SCALE)[INDEX]", "None", "SCALE[INDEX]"),
+        (" + SHIFT", "SHIFT", "None"),
+    )
+]
 _RULES: Rules = {
     "NORM": lambda node: attribute_of_self(node).startswith("norm"),
     "DTYPE": lambda node: isinstance(node, ast.Name),
 }
 
 
-class _Modulations(Rewriter):
-    """Puts `self._modulate(self.norm, x, ...)` for `self.norm(x) * (1 + scale) + shift`.
-
-    The norm may have been given a name before: then the name is given to x, and the norm waits.
-    """
-
-    def __init__(self) -> None:
-        super().__init__({"N": self._norm}, *_MODULATIONS)
-        self.waiting: dict[str, Bound] = {}
-
-    def visit(self, node: Any) -> Any:
-        target, norm = target_of(node), self._norm(getattr(node, "value", None))
-        if target is not None and norm is not None:
-            self.waiting[target], node.value = norm, norm["X"]
-            return node
-        for template in self.templates:
-            bound = template.match(node, self.rules)
-            if bound is not None:
-                bound |= self._norm(bound["N"]) or {}
-                return template.fill({**bound, "SCALE": _scale(bound.get("FACTOR"))})
-        return self.generic_visit(node)
-
-    def _norm(self, node: Any) -> Bound | None:
-        """self.norm, x and the dtype to which its result is cast."""
-        if isinstance(node, ast.Name) and node.id in self.waiting:
-            return {**self.waiting[node.id], "X": node}
-        found = (template.match(node, _RULES) for template in _OF_NORM)
-        return next(({"DTYPE": ast.Constant(None), **bound} for bound in found if bound), None)
-
-
-def _scale(factor: Any) -> Any:
-    """scale, of 1 + scale; scale[index], of (1 + scale)[index]."""
-    if isinstance(factor, ast.Subscript):
-        return ast.Subscript(_scale(factor.value), factor.slice, ast.Load())
-    return getattr(factor, "right", None)
-
-
 def members(cls: type[nn.Module]) -> dict[str, Any]:
     """The members with which a swapped class modulates its norms."""
     made = source.decorated(cls.forward)
-    forward = source.rebuilt(made, _Modulations().visit(made.tree))
-    return {"_derived": forward, "_modulate": staticmethod(_modulate)}
+    postpone(made.tree.body, _OF_NORM, _MODULATIONS, _RULES, is_known=True)
+    tree = Rewriter(_RULES, *_MODULATIONS).visit(made.tree)
+    return {"_derived": source.rebuilt(made, tree), "_modulate": staticmethod(_modulate)}

@@ -30,11 +30,10 @@ from torch.nn.modules.conv import _ConvNd
 from .. import stock
 from ..groups import KEEPS_CHANNELS_LAST, as_pytorch_reads
 from . import classes, groups, rewrite, rms, source
-from .classes import Forward, Known, forward_of, is_as_read, is_fused, must_be_called
-from .groups import activation_of, is_plain_group_norm
+from .classes import Known, forward_of, is_as_read, is_fused, must_be_called
+from .groups import activation_of, is_plain_group_norm, takes_activation
 from .rewrite import Rules, Template, attribute_of_self, target_of
 
-KIND = "activation"  # of the swapped classes
 Planned = Mapping[nn.Module, type[nn.Module]]  # the classes that a swap will give
 
 # ---- What a swapped forward calls.
@@ -68,20 +67,11 @@ def _of_norm(self: Any, norm: Any, activation: str, x: Tensor, *rest: Any) -> Te
         return groups.of_group_norm(norm, x, activation, lambda x: _in_order(self, x))
     if not stock.are_supported(x, *rest, *norm._parameters.values()):
         return None
-    y, forward = None, forward_of(type(norm))
-    if forward in ACTIVATED:
-        y = forward(norm, x, *rest, activation=activation)  # type: ignore[misc]
-    elif not rest and (found := rms.norm_of(norm)) is not None:
-        y = rms.normalized(x, *found, activation=activation)
-    return y
-
-
-# The forwards, of the tables of norms, that apply an activation too.
-ACTIVATED: set[Forward | None] = {
-    *(groups.instance_norm, groups.of_group_norm, groups.timm),
-    *(groups.ada, groups.kandinsky3, groups.cosmos),
-    *(rms.wan, rms.kandinsky6, rms.per_channel),
-}
+    forward = forward_of(type(norm))
+    if forward is not None and takes_activation(forward):
+        return forward(norm, x, *rest, activation=activation)
+    found = None if rest else rms.norm_of(norm, x)
+    return None if found is None else rms.normalized(x, *found, activation=activation)
 
 
 def _in_order(self: Any, x: Tensor) -> Tensor:
@@ -125,7 +115,7 @@ def is_pair(norm: Any, act: Any, cls: Any = None) -> bool:
     if is_plain_group_norm(norm, cls):
         return True
     forward = forward_of(cls or type(norm))
-    return forward in ACTIVATED or forward in rms.NORMS
+    return forward in rms.NORMS or (forward is not None and takes_activation(forward))
 
 
 # ---- Their source.
@@ -154,6 +144,7 @@ _PAIRS = (  # an elementwise operation changes places with movedim
     Template("ACT(NORM(X) * (1 + SCALE) + SHIFT)", "self._modulated(ACT, NORM, X, SCALE, SHIFT)"),
 )
 _OF_NORMS = Template("NORM(*X)"), Template("NORM(*X).movedim(-1, 1)")
+_MODULATED = Template("NORM(*X) * (1 + SCALE) + SHIFT")
 _OF_ACTIVATION = Template("ACT(NAME)")
 
 
@@ -164,46 +155,16 @@ def _is(statement: Any, name: str | None, *templates: Template) -> bool:
     return name is not None and target_of(statement) == name and name in names
 
 
-class _Activations(rewrite.Rewriter):
-    """Also finds a norm and its activation in statements that follow each other."""
-
-    def __init__(self) -> None:
-        super().__init__(_RULES, *_PAIRS)
-
-    def visit(self, node: Any) -> Any:
+def _join(tree: ast.AST) -> None:
+    """Brings a norm and its activation, in statements that follow each other, into one of them."""
+    for node in ast.walk(tree):
         for field in ("body", "orelse", "finalbody"):
             if isinstance(statements := getattr(node, field, None), list):
-                setattr(node, field, _joined([*statements]))
-        return super().visit(node)
-
-
-def _joined(statements: list[Any]) -> list[ast.stmt]:
-    """The statements, with one in the place of two or three that give and use one name."""
-    for i in range(len(statements) - 1, 0, -1):
-        if i < len(statements):  # a push takes up to two away
-            _push(statements, i)
-    joined: list[ast.stmt] = []
-    while statements:
-        first = statements.pop(0)
-        for count in range(1, 1 + min(2, len(statements))):
-            value = _inlined(first, statements[:count])
-            if any(one.match(value, _RULES) for one in _PAIRS):
-                first.value = value
-                del statements[:count]
-                break
-        joined.append(first)
-    return joined
-
-
-def _inlined(first: Any, following: list[Any]) -> Any:
-    """The value of statements that all assign to one name, of which each uses it once."""
-    name, value = target_of(first), getattr(first, "value", None)
-    for statement in following:
-        names = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
-        if name is None or target_of(statement) != name or names.count(name) != 2:
-            return None
-        value = rewrite.filled(statement.value, {name: value})
-    return value
+                for i in range(len(statements) - 1, 0, -1):
+                    if i < len(statements):  # a push takes up to two away
+                        _push(statements, i)
+                uses = [*_PAIRS, _MODULATED]
+                rewrite.postpone(statements, [*_OF_NORMS, _MODULATED], uses, _RULES)
 
 
 def _push(statements: list[Any], i: int) -> None:
@@ -233,19 +194,20 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
     if issubclass(cls, nn.Sequential) and cls.__iter__ is nn.Sequential.__iter__:
         if cls.forward is not _SEQUENTIAL_FORWARD:
             return None
-        known, part = Known(KIND, _in_sequence), source.Part(cls, "forward", cls.forward)
+        known, part = Known("activation", _in_sequence), source.Part(cls, "forward", cls.forward)
         return classes.made_class(cls, known, (part,), (class_of,), forward=_in_sequence)
     names = rewrite.names_in(cls)
     if not (any(map(_NORM.search, names)) and any(map(_ACT.search, names))):
         return None
-    return rewrite.remade(cls, Known(KIND, _activated), class_of, _remake)
+    return rewrite.remade(cls, Known("activation", _activated), class_of, _remake)
 
 
 _SEQUENTIAL_FORWARD = stock.own_forward(nn.Sequential)
 
 
 def _remake(made: source.Decorated) -> Any:
-    rewriter = _Activations()
+    _join(made.tree)
+    rewriter = rewrite.Rewriter(_RULES, *_PAIRS)
     tree = rewriter.visit(made.tree)
     if not rewriter.found:
         return None

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention modules that cut q, k and v out of one projection: which forwards do, and the call of
-qkv_norm_rope, which gives the projection one gradient.
+"""q, k and v that are views of one projection, which qkv_norm_rope gives one gradient.
 
 A forward's source says which names are views of one tensor; their strides say at each call whether
-they are its q, k and v. A forward that writes into any tensor is left. rotations.py has the modules
-that rotate q and k; here are those that only normalize them, as timm's attentions do:
-`q, k = self.q_norm(q), self.k_norm(k)`.
+they are its q, k and v. A forward that writes into any tensor is left.
 """
 
 from __future__ import annotations
@@ -14,16 +11,11 @@ import ast
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..heads import qkv_norm_rope
-from ..ops.arguments import HALF
-from ..stock import LayerNorm, are_supported, has_kernels
-from . import forwards, rewrite, rms, source
-from .classes import Known, forward_of, is_as_read, is_fused, must_be_called
+from . import rewrite
 from .rewrite import Template
 
-KIND = "heads"  # of the swapped classes
 _PARTS = {"unbind", "chunk", "split"}
 _VIEWS = {"view", "transpose", "permute", "unflatten", *_PARTS}
 
@@ -32,9 +24,7 @@ class Whole(NamedTuple):
     """What qkv_norm_rope is given of q, k and v in one tensor."""
 
     qkv: Tensor
-    layout: str
-    num_kv_heads: int
-    head_dim: int
+    options: dict[str, Any]
 
 
 def whole_of(whole: Tensor, q: Tensor, k: Tensor, v: Tensor, in_order: bool) -> Whole | None:
@@ -70,83 +60,8 @@ def whole_of(whole: Tensor, q: Tensor, k: Tensor, v: Tensor, in_order: bool) -> 
         at = (part.storage_offset() - whole.storage_offset() for part in (q, k, v))
         if (*at,) != (0, first, first + second):
             return None
-    return Whole(found, "h3d" if whole.dim() == 4 else "3hd", kv, cols)
-
-
-# ---- Norms without a rotation.
-
-
-def _normalized(
-    self: Any, q: Tensor, k: Tensor, v: Tensor, whole: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """self.q_norm(q), self.k_norm(k), v"""
-    of_q, of_k = (_norm_of(one, q) for one in (self.q_norm, self.k_norm))
-    if of_q is not None and of_k is not None and of_q[2:] == of_k[2:] and is_as_read(type(self)):
-        found = whole_of(whole, q, k, v, self._in_order)
-        if found is not None:
-            biases: Any = {"q_bias": of_q[1], "k_bias": of_k[1]}
-            options = {**found._asdict(), **biases, "statistic": of_q[3], "seq_dim": 2}
-            qkv = options.pop("qkv")
-            return qkv_norm_rope(qkv, of_q[0], of_k[0], None, None, of_q[2], **options)
-    return self.q_norm(q), self.k_norm(k), v
-
-
-def _norm_of(module: Any, x: Any) -> tuple[Any, Any, float, str] | None:
-    """Weight, bias, eps and statistic of the norm that a swapped module computes, if the kernel
-    computes the same of x."""
-    forward = forward_of(type(module))
-    is_layer = isinstance(module, LayerNorm) and (
-        forward in _LAYER_NORMS or getattr(module, "_is_swapped", False)
-    )
-    if not (is_layer or forward is rms.timm) or not has_kernels(x) or must_be_called(module):
-        return None
-    weight, bias = module.weight, getattr(module, "bias", None)
-    given = [p.dtype for p in (weight, bias) if p is not None]
-    fits = (
-        not getattr(module, "_fast_norm", False)
-        and is_fused(module)
-        and type(module.eps) is float
-        and x.dim() == 4
-        and are_supported(x, weight, bias)
-        and tuple(module.normalized_shape) == x.shape[3:]
-        and x.dtype in (torch.float32, *HALF)
-        and all(dtype is x.dtype for dtype in given)
-        and not torch.is_autocast_enabled(x.device.type)
-    )
-    return (weight, bias, module.eps, "layer" if is_layer else "rms") if fits else None
-
-
-_LAYER_NORMS = (forwards.timm_last_dims, forwards.last_dims, forwards.of_layer_norm)
-
-
-def has_norms(module: nn.Module, planned: Any) -> bool:
-    """Whether the module's norms of heads are, or will be, fused."""
-    # The dictionary of a scripted module has no `get`.
-    parts = dict(module._modules.items())
-    norms = [parts.get(name) for name in ("q_norm", "k_norm")]
-    return all(one is not None and (one in planned or is_fused(one)) for one in norms)
-
-
-def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
-    """The subclass that normalizes q and k of one projection by the kernel; None for a class whose
-    forward has no such statement."""
-    if not {"q_norm", "k_norm"} <= {*rewrite.names_in(cls)}:
-        return None
-    return rewrite.remade(cls, Known(KIND, _normalized), class_of, _remake)
-
-
-_NORMS = Template("(self.q_norm(Q), self.k_norm(K))", "self._normalized(Q, K)")
-_CALL = Template("self._normalized(Q, K)")
-
-
-def _remake(made: source.Decorated) -> Any:
-    rewriter = rewrite.Rewriter({}, _NORMS)
-    tree = rewriter.visit(made.tree)
-    in_order = add_v(tree, _CALL)
-    if len(rewriter.found) != 1 or in_order is None:
-        return None
-    members = {"_normalized": _normalized, "_in_order": in_order}
-    return source.rebuilt(made, tree), (), members
+    layout = "h3d" if whole.dim() == 4 else "3hd"
+    return Whole(found, {"layout": layout, "num_kv_heads": kv, "head_dim": cols})
 
 
 # ---- Sources.
@@ -165,18 +80,6 @@ def _root(value: Any) -> tuple[str | None, bool]:
                 is_whole = is_whole and name not in _PARTS
             case _:
                 return None, False
-
-
-def _writes(node: ast.AST) -> bool:
-    """Whether one of a forward's nodes may write into a tensor."""
-    match node:
-        case ast.AugAssign() | ast.keyword(arg="out" | "inplace"):
-            return True
-        case ast.Subscript(ctx=ctx) | ast.Attribute(ctx=ctx):
-            return not isinstance(ctx, ast.Load)
-        case ast.Call(func=ast.Attribute(attr=name)):
-            return name.endswith("_") and not name.endswith("__")
-    return False
 
 
 def _names(target: ast.expr) -> list[str]:
@@ -202,11 +105,10 @@ def _views(statement: ast.Assign, views: dict[str, _View]) -> dict[str, _View]:
         return dict.fromkeys(names, views[root] if is_whole else _View(views[root].whole))
     if len(names) > 1:
         return {name: _View(root, str(i), str(i + 1)) for i, name in enumerate(names)}
-    part = getattr(getattr(value, "slice", None), "elts", [])  # whole[..., first:last]
-    if len(part) == 2 and isinstance(part[1], ast.Slice) and isinstance(value.value, ast.Name):
-        ends = (part[1].lower, part[1].upper)
-        first, last = (ast.unparse(end) if end is not None else None for end in ends)
-        return dict.fromkeys(names, _View(root, first, last))
+    match value:  # whole[..., first:last]
+        case ast.Subscript(ast.Name(), ast.Tuple([_, ast.Slice(first, last)])):
+            ends = [None if end is None else ast.unparse(end) for end in (first, last)]
+            return dict.fromkeys(names, _View(root, *ends))
     return dict.fromkeys(names, _View(root))
 
 
@@ -221,8 +123,9 @@ def add_v(forward: ast.FunctionDef, call: Template) -> bool | None:
         found: dict[str, _View] = {}
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             if call.match(statement.value, {}) is not None:
-                writes = any(map(_writes, ast.walk(forward)))
-                return None if writes else _add(statement, forward.body[i + 1 :], views)
+                if rewrite.writes(forward):
+                    return None
+                return _add(statement, forward.body[i + 1 :], views)
             found = _views(statement, views)
         views = {n: v for n, v in views.items() if not {n, v.whole} & stored}
         views |= {n: v for n, v in found.items() if v.whole not in stored}

@@ -2,15 +2,17 @@
 """Forwards that are made anew from the source of a class's own, with calls of ours in the places
 that templates describe; everything else, in any release of a library, stays as it is.
 
-modulated.py, rotations.py and neighbours.py have the templates, and what the new forwards call.
+modulated.py, heads.py and neighbours.py have the templates, and what the new forwards call.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
+import re
 import types
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -36,9 +38,6 @@ class Template:
     def match(self, node: Any, rules: Rules) -> Bound | None:
         bound: Bound = {}
         return bound if _matches(self.pattern, node, rules, bound) else None
-
-    def fill(self, bound: Bound) -> Any:
-        return filled(self.instead, bound)
 
 
 def _matches(pattern: Any, node: Any, rules: Rules, bound: Bound) -> bool:
@@ -70,7 +69,8 @@ def filled(expression: Any, bound: Bound) -> Any:
             return bound.get(node.id, node)
 
         def visit_Starred(self, node: Any) -> Any:
-            return bound.get(node.value.id, node)
+            found = bound.get(getattr(node.value, "id", ""))
+            return found if isinstance(found, list) else self.generic_visit(node)
 
     return Fill().visit(copy.deepcopy(expression))
 
@@ -86,7 +86,7 @@ class Rewriter(ast.NodeTransformer):
             bound = template.match(node, self.rules)
             if bound is not None:
                 self.found.append(bound)
-                return self.visit(ast.copy_location(template.fill(bound), node))
+                return self.visit(ast.copy_location(filled(template.instead, bound), node))
         return self.generic_visit(node)
 
 
@@ -102,6 +102,71 @@ def target_of(statement: Any) -> str | None:
         target = statement.targets[0]
         return target.id if isinstance(target, ast.Name) else None
     return None
+
+
+def assigned_names(statement: Any) -> list[str] | None:
+    """The names that a statement assigns to; None if it may do anything else."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    target = statement.targets[0]
+    targets = target.elts if isinstance(target, ast.Tuple) else [target]
+    names = [one.id for one in targets if isinstance(one, ast.Name)]
+    return names if len(names) == len(targets) and not writes(statement.value) else None
+
+
+def writes(tree: ast.AST) -> bool:
+    """Whether something in the tree may write into a tensor, or into a name in an expression."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.AugAssign() | ast.NamedExpr() | ast.keyword(arg="out" | "inplace"):
+                return True
+            case ast.Subscript(ctx=ctx) | ast.Attribute(ctx=ctx) if not isinstance(ctx, ast.Load):
+                return True
+            case ast.Call(func=ast.Attribute(attr=name)) if re.search(r"[^_]_$", name):
+                return True
+    return False
+
+
+def postpone(
+    statements: list[Any],
+    norms: Sequence[Template],
+    uses: Sequence[Template],
+    rules: Rules,
+    is_known: bool = False,
+) -> None:
+    """`h = norm(x)` becomes `h = x`, and h in a statement that uses it `norm(h)`, if its value is
+    then what a template of `uses` describes.
+
+    Of a source that is not known, that is the first statement that mentions h; it mentions it once
+    and gives it anew, and what stands between the two only assigns other names.
+    """
+    for i, statement in enumerate(statements):
+        name, value = target_of(statement) or "", getattr(statement, "value", None)
+        found = ((norm, bound) for norm in norms if (bound := norm.match(value, rules)))
+        norm, bound = next(found, (None, {}))
+        later = [one for one in statements[i + 1 :] if _names(one)[name]]
+        if norm is None or not later:
+            continue
+        x, *others = bound["X"]
+        moved = filled(norm.pattern, {**bound, "X": [ast.Name(name, ast.Load()), *others]})
+        for use in later if is_known else later[:1]:
+            between = statements[i + 1 : statements.index(use)]
+            if not is_known and not _may_move(moved, name, between, use):
+                continue
+            value = filled(getattr(use, "value", None), {name: copy.deepcopy(moved)})
+            if any(one.match(value, rules) for one in uses):
+                use.value, statement.value = value, x
+
+
+def _may_move(moved: ast.AST, name: Any, between: list[Any], use: Any) -> bool:
+    given = [assigned_names(one) for one in between]
+    if any(names is None or _names(moved).keys() & {*names} for names in given):
+        return False
+    return name in (assigned_names(use) or ()) and _names(use.value)[name] == 1
+
+
+def _names(node: ast.AST) -> Counter[str]:
+    return Counter(one.id for one in ast.walk(node) if isinstance(one, ast.Name))
 
 
 def names_in(cls: type[nn.Module]) -> tuple[str, ...]:

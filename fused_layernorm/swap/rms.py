@@ -43,10 +43,11 @@ _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 # These classes compute float64 in float32, which the kernels do not.
 Dtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
 OF_X: Dtypes = {(x, weight): x for x in (_F32, _F16, _BF16) for weight in (x, _F32, None)}
-_PROMOTED: Dtypes = {(x, weight): torch.promote_types(x, weight or x) for x, weight in OF_X}
+PROMOTED: Dtypes = {(x, weight): torch.promote_types(x, weight or x) for x, weight in OF_X}
 _WIDE: Dtypes = dict.fromkeys(OF_X, _F32)
-_ONE: Dtypes = {key: x for key, x in OF_X.items() if key[1] in (x, None)}
-_FLOAT32: Dtypes = {key: x for key, x in OF_X.items() if x is _F32}
+ONE: Dtypes = {key: x for key, x in OF_X.items() if key[1] in (x, None)}
+# For classes that round at every step in half precision.
+FLOAT32: Dtypes = {key: x for key, x in OF_X.items() if x is _F32}
 
 
 def normalized(
@@ -119,28 +120,27 @@ class Norm(NamedTuple):
     dtypes: Dtypes
 
 
-# By forward, those that may become part of another kernel: the norm of a module, if it is one.
-NORMS: dict[Forward | None, Callable[[Any], Norm | None]] = {}
+# By forward, those that may become part of another kernel: the norm of a module, and of an x.
+NORMS: dict[Forward | None, Callable[[Any, Tensor], Norm | None]] = {}
 
 
-def norm_of(module: Any) -> Norm | None:
-    """The norm that a swapped module computes, if it may become part of another kernel."""
+def norm_of(module: Any, x: Tensor) -> Norm | None:
+    """The norm that a swapped module computes of x, if it may become part of another kernel."""
     of = NORMS.get(forward_of(type(module)))
-    return None if of is None else of(module)
+    return None if of is None else of(module, x)
 
 
-def _row(eps: str, variant: Variant = PLAIN, dtypes: Dtypes = OF_X) -> Forward:
+def norm(eps: str, variant: Variant = PLAIN, dtypes: Dtypes = OF_X) -> Forward:
+    """A norm whose eps is in the attribute of this name."""
+
     def forward(self: Any, x: Tensor) -> Tensor | None:
         return normalized(x, parameter(self, "weight"), getattr(self, eps), variant, dtypes)
 
-    NORMS[forward] = lambda module: Norm(module.weight, getattr(module, eps), variant, dtypes)
+    NORMS[forward] = lambda module, x: Norm(module.weight, getattr(module, eps), variant, dtypes)
     return forward
 
 
-llama, llama4 = (_row(eps, ROUNDED, _PROMOTED) for eps in ("variance_epsilon", "eps"))
-rounded_once, rounded_once_eps = _row("variance_epsilon"), _row("eps")
-gemma = _row("eps", PLUS_ONE)
-imagegpt = _row("eps", PLAIN, _FLOAT32)  # the class rounds at every step in half precision
+rounded_once_eps = norm("eps")
 
 
 def of_rms_norm(self: Any, x: Tensor) -> Tensor | None:
@@ -190,8 +190,8 @@ def diffusers(self: Any, x: Tensor) -> Tensor | None:
     return y + self.bias  # the class rounds before it adds the bias
 
 
-NORMS[diffusers] = lambda self: (
-    Norm(self.weight, self.eps, ROUNDED, _ONE) if self.bias is None else None
+NORMS[diffusers] = lambda self, x: (
+    Norm(self.weight, self.eps, ROUNDED, ONE) if self.bias is None else None
 )
 
 
@@ -230,7 +230,7 @@ class Groups(NamedTuple):
     is_optional: bool = True
 
 
-def _gated(variant: Variant, dtypes: Dtypes, groups: Callable[..., Groups | None]) -> Forward:
+def gated(variant: Variant, dtypes: Dtypes, groups: Callable[..., Groups | None]) -> Forward:
     """A norm with a gate behind or before it, as `groups` says of a module and x.
 
     A call is not for the kernels if the result is not contiguous in x's order of memory.
@@ -263,28 +263,28 @@ def _gated(variant: Variant, dtypes: Dtypes, groups: Callable[..., Groups | None
     return forward
 
 
-def _of_falcon_h1(self: Any, x: Tensor) -> Groups | None:
+def of_falcon_h1(self: Any, x: Tensor) -> Groups | None:
     groups = self.n_groups
     if x.dim() not in (2, 3) or groups < 1 or x.shape[-1] % groups:
         return None
     return Groups(x.shape[-1] // groups, gate_first=not self.norm_before_gate)
 
 
-def _of_falcon_h1_squeezed(self: Any, x: Tensor) -> Groups | None:
+def of_falcon_h1_squeezed(self: Any, x: Tensor) -> Groups | None:
     """A sequence of one token loses its dimension."""
-    return None if x.dim() == 3 and x.shape[1] == 1 else _of_falcon_h1(self, x)
+    return None if x.dim() == 3 and x.shape[1] == 1 else of_falcon_h1(self, x)
 
 
-def _whole(self: Any, x: Tensor) -> Groups:
+def whole(self: Any, x: Tensor) -> Groups:
     return Groups(activation=self.activation, is_optional=False)
 
 
-qwen3_next_gated = _gated(ROUNDED, OF_X, _whole)
-kimi_gated = _gated(PLAIN, OF_X, _whole)
-mamba2_gated = _gated(ROUNDED, _PROMOTED, lambda self, x: Groups(self.group_size, True))
-mamba2_gated_whole = _gated(ROUNDED, _PROMOTED, lambda self, x: Groups(x.shape[-1], True))
-falcon_h1_gated = _gated(PLAIN, OF_X, _of_falcon_h1)
-falcon_h1_gated_squeezed = _gated(PLAIN, OF_X, _of_falcon_h1_squeezed)
+def of_mamba2(self: Any, x: Tensor) -> Groups:
+    return Groups(self.group_size, gate_first=True)
+
+
+def of_mamba2_whole(self: Any, x: Tensor) -> Groups:
+    return Groups(gate_first=True)
 
 
 # ---- Norms over channels. The result has the strides of torch.empty_like(x). With an activation
@@ -293,7 +293,7 @@ falcon_h1_gated_squeezed = _gated(PLAIN, OF_X, _of_falcon_h1_squeezed)
 
 def _is_over_channels(x: Any, weight: Any, *, half: bool) -> bool:
     """Whether the kernels serve a norm over dimension 1 of x: float32, perhaps half precision."""
-    dtypes = OF_X if half else _FLOAT32
+    dtypes = OF_X if half else FLOAT32
     weight_dtype = None if weight is None else weight.dtype
     return has_kernels(x) and x.dim() > 1 and (x.dtype, weight_dtype) in dtypes
 

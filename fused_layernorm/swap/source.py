@@ -10,7 +10,6 @@ from __future__ import annotations
 import __future__
 
 import ast
-import copy
 import functools
 import hashlib
 import inspect
@@ -274,9 +273,7 @@ def _copy(
     names = function.__globals__
     made = types.FunctionType(code, names, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
-    for name in ("__module__", "__qualname__", "__doc__"):
-        setattr(made, name, getattr(function, name))
-    vars(made).update(vars(function))
+    del vars(functools.update_wrapper(made, function))["__wrapped__"]
     return made
 
 
@@ -286,14 +283,8 @@ def _code_of(function: types.FunctionType, tree: ast.FunctionDef) -> types.CodeT
         raise Unreadable("its forward uses variables of a function around it, or super()")
     if any(re.match(r"_\w+__", name) and name[1] != "_" for name in function.__code__.co_names):
         raise Unreadable("its forward uses names that are private to its class")
-    tree = copy.deepcopy(tree)
-    tree.returns, arguments = None, tree.args
-    for argument in ast.walk(arguments):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
     module = ast.fix_missing_locations(ast.Module([tree], []))
     flags = function.__code__.co_flags & _FUTURE
     outer = compile(module, function.__code__.co_filename, "exec", flags, True)
-    return next(code for code in outer.co_consts if isinstance(code, types.CodeType))
+    codes = (one for one in outer.co_consts if isinstance(one, types.CodeType))
+    return next(code for code in codes if code.co_name == tree.name)

@@ -14,16 +14,15 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 from .. import stock
 from ..modules import FusedRMSNorm
-from . import classes, packed, registry, source
+from . import classes, heads, registry, source
 from . import neighbours as beside
-from . import rotations as rotary
 from .classes import REGISTERED, Forward, Known, is_fused, kind_of, lock, plain_class
 from .registry import Found
 
@@ -92,10 +91,10 @@ def _swap_all(
     """Swaps the norms of these kinds and the registered modules; `what` names them in messages."""
     left: Counter[str] = Counter()
     plan = _planned(model, predicate, kinds, neighbours, left)
-    for module, given in plan.items():
+    for module, cls in plan.items():
         with lock:
             if not is_fused(module):  # another thread may have been quicker
-                _give(module, given)
+                _give(module, cls)
     text = _say(left, model, f"{left.total()} {what}-like modules were left: ")
     wanted = {*kinds, REGISTERED, *(_BESIDE if neighbours else [])}
     if not any(is_fused(module) and kind_of(type(module)) in wanted for module in model.modules()):
@@ -115,14 +114,8 @@ def _say(left: Counter[str], model: nn.Module, what: str) -> str:
     return text
 
 
-class _Given(NamedTuple):
-    """What a swap gives to a module."""
-
-    cls: type[nn.Module]
-    own: Forward | None = None  # the forward of the instance that the class takes over
-
-
-_Plan = dict[nn.Module, _Given]
+# The classes that a swap will give to modules.
+_Plan = dict[nn.Module, type[nn.Module]]
 
 
 def _planned(
@@ -138,11 +131,11 @@ def _planned(
     """
     plan: _Plan = {}
 
-    def note(module: nn.Module, given: _Given | str | None) -> None:
-        if isinstance(given, str):
-            left[f"{_name(plain_class(module))} ({given})"] += 1
-        elif given is not None:
-            plan[module] = given
+    def note(module: nn.Module, made: type[nn.Module] | str | None) -> None:
+        if isinstance(made, str):
+            left[f"{_name(plain_class(module))} ({made})"] += 1
+        elif made is not None:
+            plan[module] = made
 
     read = functools.cache(source.read)  # for this swap: a later one may find other forwards
     # The norms come first: a module that modulates a norm's output is swapped only if the norm is.
@@ -154,26 +147,23 @@ def _planned(
                 note(module, _norm(name, module, found, predicate, plan))
             elif found and found.kind == "rms" and "LayerNorm" in plain_class(module).__name__:
                 note(module, "it computes RMSNorm")
-    rotation_of, norms_of, activation_of = map(
-        functools.cache, (rotary.class_of, packed.class_of, beside.class_of)
-    )
-    planned = {module: given.cls for module, given in plan.items()}
+    of_heads, of_activations = map(functools.cache, (heads.class_of, beside.class_of))
     for module in model.modules() if neighbours else ():
         if module in plan or is_fused(module) or "forward" in module.__dict__:
             continue
         cls: Any = classes.swapped_from(module) or plain_class(module)
-        made: Any = rotation_of(cls)
-        if made is None and packed.has_norms(module, planned):
-            made = norms_of(cls)
-        if made is None and (made := activation_of(cls)) is not None:
-            made = made if beside.has_pair(module, made, planned) else None
-        note(module, _Given(made) if isinstance(made, type) else made)
+        made: Any = of_heads(cls)
+        if not isinstance(made, str | None) and not _has_norms(module, made._known, plan):
+            made = None
+        if made is None and (made := of_activations(cls)) is not None:
+            made = made if beside.has_pair(module, made, plan) else None
+        note(module, made)
     return plan
 
 
 def _norm(
     name: str, module: nn.Module, found: Found, predicate: Predicate | None, plan: _Plan
-) -> _Given | str:
+) -> type[nn.Module] | str:
     """What a swap gives to a norm, or why it is left."""
     of_pytorch = isinstance(module, (stock.LayerNorm, stock.RMSNorm, stock.GroupNorm))
     is_asked = of_pytorch or (found.known is not None and found.kind in ("rms", "group"))
@@ -193,32 +183,40 @@ def _norm(
             return "the function registered for its class left it"
         _check_forward(plain_class(module), forward)
         known = Known(found.kind, forward)
-    elif not all(
-        norm in plan or (is_fused(norm) and kind_of(type(norm)) not in ("rms", "group"))
-        for norm in map(module.get_submodule, known.norms)
-    ):
+    elif not _has_norms(module, known, plan, but=("rms", "group")):
         return "it has a norm that is not fused"
     elif known.forward is FusedRMSNorm.forward and hasattr(module, "bias"):
         return "it has a bias, of which nn.RMSNorm does not know"
     cls = classes.swapped_from(module) or plain_class(module)
     if cls in classes.PLAIN and known.forward is classes.PLAIN[cls].forward:
-        return _Given(classes.PLAIN[cls])
+        return classes.PLAIN[cls]
     try:
-        return _Given(registry.class_of(cls, known, found.parts, found.own), found.own)
+        return registry.class_of(cls, known, found.parts, found.own)
     except source.Unreadable as error:
         return str(error)
 
 
-_BESIDE = (rotary.KIND, packed.KIND, beside.KIND)
+def _has_norms(module: Any, known: Known, plan: Any, but: tuple[str, ...] = ()) -> bool:
+    """Whether the norms that a forward computes are or will be fused, and not of these kinds."""
+    # The dictionary of a scripted module has no `get`.
+    parts = dict(module._modules.items())
+    norms = [parts.get(name) for name in known.norms]
+    return all(
+        one is not None and (one in plan or (is_fused(one) and kind_of(type(one)) not in but))
+        for one in norms
+    )
 
 
-def _give(module: nn.Module, given: _Given) -> None:
+_BESIDE = ("rotation", "heads", "activation")
+
+
+def _give(module: nn.Module, cls: Any) -> None:
     """Gives a module the class in which the forward that is known serves its calls."""
     own = module.__dict__
-    if given.own is not None:
+    if getattr(cls, "_own", None) is not None:
         own["_taken_over"] = {name: own.pop(name) for name in _OF_LIGER if name in own}
-    classes.set_class(module, given.cls)
-    if given.cls in classes.OURS:
+    classes.set_class(module, cls)
+    if cls in classes.OURS:
         own.update(_is_swapped=True, **_LEAF)
 
 

@@ -11,20 +11,25 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import forwards, groups, liger, modulated, rms
+from . import forwards, groups, heads, liger, modulated, rms
 from .classes import Known
 
 # From the digest of a forward's source (source.digest) to what is known of it.
 Sources = dict[str, Known]
 CLASSES: dict[tuple[str, str], Sources] = {}  # by (module, class)
 SOURCES: Sources = {}  # for classes of any module
+_MODULES: dict[str, Any] = {
+    one.__name__.rpartition(".")[2]: one for one in (forwards, groups, heads, liger, modulated, rms)
+}
 
 
-def _known(kind: str, of: Any, name: str) -> Known:
+def _known(kind: str, of: Any, name: str) -> Any:
     if of is modulated:
         return Known(kind, of.derived, (*name.split("+"),), of.members)
-    forward = getattr(of, name.removesuffix("+act"))
-    return Known(kind, forwards.then_act(forward) if name.endswith("+act") else forward)
+    found = eval(name.removesuffix("+act"), vars(of))
+    if of is heads:
+        return found
+    return Known(kind, groups.then_act(found) if name.endswith("+act") else found)
 
 
 def _path(library: str, name: str) -> tuple[str, str]:
@@ -38,18 +43,16 @@ def _path(library: str, name: str) -> tuple[str, str]:
 
 
 def _enter(text: str) -> None:
-    modules = {
-        one.__name__.rpartition(".")[2]: one for one in (forwards, groups, liger, modulated, rms)
-    }
-    kind, of = "", ""
+    kind, of = "", None
     for row in re.split(r"\n+(?! )", re.sub(" *#.*", "", text).strip()):
         if row.startswith("["):
-            kind, of = row.strip("[]").split()
+            kind, module = row.strip("[]").split()
+            of = _MODULES[module]
             continue
         name, digests, *classes = row.split()
-        sources = dict.fromkeys(digests.split(","), _known(kind, modules[of], name))
+        sources = dict.fromkeys(digests.split(","), _known(kind, of, name))
         if not classes:
-            SOURCES.update(sources)
+            (heads.SOURCES if of is heads else SOURCES).update(sources)
         for cls in classes[1:]:
             CLASSES.setdefault(_path(classes[0], cls), {}).update(sources)
 

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""swap_norms(model, neighbours=True): attention modules whose q and k are normalized and rotated.
+
+transformers writes the same rotation in each model's file, as a function apply_rotary_pos_emb that
+the attention's forward calls. The forward of a swapped module (rewrite.py) calls `_rotated` in its
+place. Where the last thing that happens to q and k before the rotation is `self.q_norm` and
+`self.k_norm`, norms and rotation are one kernel. The function is known by the digest of its source,
+and so is Liger's, which may stand in its place. A call that the kernels do not take gets the norms'
+own forwards and the function that the forward finds under that name. The kernels read cos and sin
+once for each pair of columns: that both hold each value twice, as the rotary embeddings of
+transformers give them, is taken for granted.
+
+Other forwards only normalize q and k, as timm's do: `q, k = self.q_norm(q), self.k_norm(k)`. There,
+and behind a rotation, q, k and v of one projection (packed.py) give it one gradient.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..heads import qk_norm_rope, qkv_norm_rope
+from ..stock import are_supported, has_kernels
+from . import packed, rewrite, rms, source
+from .classes import Known, forward_of, is_as_read, is_fused, must_be_called
+from .forwards import result_of
+from .rewrite import Rules, Template, attribute_of_self
+
+FUNCTION = "apply_rotary_pos_emb"
+
+
+class Rotation(NamedTuple):
+    """What a function rotates by. It is given cos and sin of all rotated columns."""
+
+    interleaved: bool = False
+    once: bool = False  # the first half of cos and sin holds each pair's value
+    partial: bool = False  # only as many columns are rotated as cos has
+    keeps_dtype: bool = False  # the result has q's dtype; otherwise q's and cos's are promoted
+
+
+# From the digest of apply_rotary_pos_emb and the functions that it calls, without decorators: the
+# rows of known.txt.
+SOURCES: dict[str, Rotation] = {}
+
+# ---- What a swapped forward calls.
+
+
+def _rotated(
+    self: Any,
+    function: Callable[..., Any] | None,
+    q: Tensor,
+    k: Tensor,
+    cos: Any,
+    sin: Any,
+    v: Tensor | None = None,
+    whole: Any = None,
+) -> tuple[Tensor, ...]:
+    """q and k, (batch, heads, positions, columns), normalized if the class says so, and rotated, if
+    there is a function that does it; and v, where it is given with the tensor of which all three
+    may be views."""
+    rotation, is_known = self._rotation, function is self._function and is_as_read(type(self))
+    serves = is_known and is_supported(rotation, q, k, cos, sin)
+    of_q = of_k = None
+    if self._norms:
+        if serves:
+            of_q, of_k = _norm_of(self.q_norm, q), _norm_of(self.k_norm, q)
+        if of_q is None or of_k is None or of_q[2:] != of_k[2:]:
+            q, k, of_q, of_k, whole = self.q_norm(q), self.k_norm(k), None, None, None
+            serves = is_known and is_supported(rotation, q, k, cos, sin)
+    if serves and whole is not None and v is not None:
+        found = packed.whole_of(whole, q, k, v, self._in_order)
+        if found is not None:
+            given, options = _arguments(rotation, cos, sin, of_q, of_k)
+            return qkv_norm_rope(found.qkv, *given, **options | found.options)
+    if serves and function is not None:
+        given, options = _arguments(rotation, cos, sin, of_q, of_k)
+        q, k = qk_norm_rope(q, k, *given, **options)
+    elif function is not None:
+        q, k = function(q, k, cos, sin)
+    elif of_q is not None:
+        q, k = self.q_norm(q), self.k_norm(k)
+    return (q, k) if v is None else (q, k, v)
+
+
+def is_supported(rotation: Rotation | None, q: Tensor, k: Tensor, cos: Any, sin: Any) -> bool:
+    """Whether the kernels rotate these as the library's function does."""
+    if not are_supported(q, k, cos, sin) or not has_kernels(q) or q.dim() != 4 or k.dim() != 4:
+        return False
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16) or k.dtype is not q.dtype:
+        return False
+    if rotation is None:
+        return True
+    keeps, size = rotation.keeps_dtype and cos.dtype is torch.float32, cos.shape[-1]
+    return (
+        (cos.dtype is q.dtype or keeps)
+        and sin.dtype is cos.dtype
+        and cos.dim() == 3
+        and sin.shape == cos.shape
+        and cos.shape[0] in (1, q.shape[0])
+        and q.shape[0] == k.shape[0]
+        and q.shape[2] == k.shape[2] == cos.shape[1]
+        and q.shape[3] == k.shape[3]
+        and (size == q.shape[3] or (rotation.partial and 0 < size < q.shape[3]))
+        and size % 2 == 0
+        and not (cos.requires_grad or sin.requires_grad)
+    )
+
+
+# Weight, bias, eps, statistic and variant.
+_Norm = tuple[Tensor | None, Tensor | None, float, str, rms.Variant]
+
+
+def _norm_of(module: Any, x: Tensor) -> _Norm | None:
+    """The norm that a module computes of heads, if the kernel computes the same."""
+    norm, bias, statistic = rms.norm_of(module, x), None, "rms"
+    is_layer = norm is None and result_of(module) == ""
+    if is_layer or (forward_of(type(module)) is rms.timm and not module._fast_norm):
+        if torch.is_autocast_enabled(x.device.type) or len(module.normalized_shape) != 1:
+            return None
+        bias, statistic = getattr(module, "bias", None), "layer" if is_layer else "rms"
+        norm = rms.Norm(module.weight, module.eps, rms.PLAIN, rms.ONE)
+    if norm is None or type(norm.eps) is not float or must_be_called(module):
+        return None
+    given = [one for one in (norm.weight, bias) if one is not None]
+    dtypes = [norm.dtypes.get((x.dtype, one.dtype)) for one in given]
+    if not given or any(dtype is not x.dtype for dtype in dtypes):
+        return None
+    if any(one.shape != x.shape[3:] for one in given):
+        return None
+    found = norm.weight, bias, norm.eps, statistic, norm.variant
+    return found if are_supported(x, *given) and is_fused(module) else None
+
+
+def _arguments(
+    rotation: Rotation | None, cos: Any, sin: Any, of_q: _Norm | None, of_k: _Norm | None
+) -> tuple[tuple[Any, Any, Any, Any], dict[str, Any]]:
+    """The arguments of qk_norm_rope behind q and k."""
+    weights: tuple[Any, Any] = (None, None)
+    options: dict[str, Any] = {"statistic": None, "seq_dim": 2}
+    if of_q is not None and of_k is not None:
+        weights, (_, _, eps, statistic, variant) = (of_q[0], of_k[0]), of_q
+        options |= {"q_bias": of_q[1], "k_bias": of_k[1], "eps": eps, "statistic": statistic}
+        options |= variant._asdict()
+    if rotation is not None:
+        size = cos.shape[-1]
+        options |= {"rotary_dim": size, "interleaved": rotation.interleaved}
+        if rotation.once:
+            cos, sin = cos[..., : size // 2], sin[..., : size // 2]
+    return (*weights, cos, sin), options
+
+
+# ---- Their source.
+
+_CALL = "self._rotated(FUNCTION, Q, K, COS, SIN)"
+_OF_HEADS = Template("NORM(*X)"), Template("NORM(*X).transpose(1, 2)")
+_ROTATION = Template("FUNCTION(Q, K, COS, SIN)", _CALL)
+_SITES = (
+    Template("FUNCTION(Q_NORM(Q), K_NORM(K), COS, SIN)", _CALL),
+    Template(
+        "FUNCTION(Q_NORM(Q).transpose(1, 2), K_NORM(K).transpose(1, 2), COS, SIN)",
+        "self._rotated(FUNCTION, Q.transpose(1, 2), K.transpose(1, 2), COS, SIN)",
+    ),
+    _ROTATION,
+    Template("(Q_NORM(Q), K_NORM(K))", "self._rotated(None, Q, K, None, None)"),
+)
+_RULES: Rules = {
+    "FUNCTION": lambda node: isinstance(node, ast.Name) and node.id == FUNCTION,
+    "NORM": lambda node: attribute_of_self(node) in ("q_norm", "k_norm"),
+    "Q_NORM": lambda node: attribute_of_self(node) == "q_norm",
+    "K_NORM": lambda node: attribute_of_self(node) == "k_norm",
+}
+
+
+def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
+    """The subclass that normalizes or rotates q and k by the kernels, or the reason why there is
+    none; None for a class whose forward does neither."""
+    names = rewrite.names_in(cls)
+    if FUNCTION in names:
+        return rewrite.remade(cls, Known("rotation", _rotated), class_of, _remake)
+    if {"q_norm", "k_norm"} <= {*names}:
+        known = Known("heads", _rotated, ("q_norm", "k_norm"))
+        return rewrite.remade(cls, known, class_of, _remake)
+    return None
+
+
+def _remake(made: source.Decorated) -> Any:
+    names, rotation, function = made.function.__globals__, None, None
+    rotates = FUNCTION in made.function.__code__.co_names
+    if rotates:
+        function = source.read_function(names, FUNCTION)
+        rotation = None if function is None else SOURCES.get(function.digest)
+        if function is None or rotation is None:
+            return f"the source of its {FUNCTION} is not one that fused_layernorm knows"
+        rewrite.postpone(made.tree.body, _OF_HEADS, [_ROTATION], _RULES)
+    rewriter = rewrite.Rewriter(_RULES, *(_SITES[:3] if rotates else _SITES[3:]))
+    tree = rewriter.visit(made.tree)
+    in_order = packed.add_v(tree, Template(_CALL))
+    if len(rewriter.found) != 1 or (in_order is None and not rotates):
+        return f"its forward does not call {FUNCTION}(q, k, cos, sin) once" if rotates else None
+    members: dict[str, Any] = {"_norms": "Q_NORM" in rewriter.found[0], "_rotation": rotation}
+    parts = () if function is None else function.parts
+    of_parts = staticmethod(parts[0].function) if parts else None
+    members |= {"_rotated": _rotated, "_in_order": bool(in_order), "_function": of_parts}
+    return source.rebuilt(made, tree), parts, members
