@@ -1,31 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operator serves a call.
+"""What serves a call: an operator, or on the CPU PyTorch's own operators.
 
 A call is described once, by `Arguments`, and `run` hands the description on. Before that stands
-`plain`, for a norm with nothing fused to it: every step costs host time there.
+`plain`, for a norm with nothing fused to it: every step costs host time there. On the CPU a plain
+call goes to PyTorch's layer_norm or rms_norm, and a modulated call whose tensors all have one dtype
+to PyTorch's operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nn import Parameter
 
 from . import stock
 from .compile import choice
 from .ops import arguments, autograd_library, formulas, groups
 from .ops.autocast import under_autocast
-from .ops.operators import FORWARD, Arguments, Operator, describe
+from .ops.family import Family
+from .ops.operators import FORWARD, Arguments, describe
 
 is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _is_tracing = torch._C._is_tracing
 _in_transform = torch._C._are_functorch_transforms_active
+_get_dispatch_mode = torch._C._get_dispatch_mode
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 # By this number, which nobody else writes, a call of PyTorch's function leads to our kernels
 # (csrc/per_torch/override.h): torch.layer_norm and torch.rms_norm get it behind normalized_shape's
@@ -84,7 +87,7 @@ def plain(
             if not autograd_library.active or _dispatch_modes() or _is_tracing():
                 return None
             sizes = ASKS + over if is_group else sizes + _BEHIND_SIZES
-        elif not (eps == eps and stock.has_own_norm(input, weight, bias, is_rms)):
+        elif not (eps == eps and has_own_norm(input, weight, bias, is_rms)):
             return None
         elif is_group and (input.dim() < 2 or (weight is None and bias is not None)):
             return None  # PyTorch's backward wants weight beside bias
@@ -119,102 +122,50 @@ def _check_plain(given: Any) -> None:
     arguments.check(describe(input, **norm, statistic=statistic))
 
 
-def _call_of(operator: Operator) -> Callable[[Arguments], Any]:
-    """The call of an operator, of what is described, that takes the host least time.
-
-    It is written out from the schema. Arguments that have their defaults, all of them or all from
-    the statistic on, are not given: they would cost a microsecond. `_op` skips OpOverload.__call__,
-    which costs half a one.
-    """
-    schema, fields = operator.overload._schema.arguments, [f"a.{name}" for name in operator.fields]
-
-    def have_defaults(first: int) -> str:
-        options = zip(fields[first:], schema[first:], strict=True)
-        return " and ".join(
-            f"{field} {'is' if a.default_value is None else '=='} {a.default_value!r}"
-            for field, a in options
-        )
-
-    def call(count: int) -> str:
-        return f"op({', '.join(fields[:count])})"
-
-    optional = sum(not a.has_default_value() for a in schema)
-    statistic = operator.fields.index("statistic")
-    source = (
-        f"lambda a: {call(len(fields))} if not ({have_defaults(statistic)}) else "
-        f"{call(optional)} if {have_defaults(optional)} else {call(statistic)}"
+def norm(a: Arguments, normalized_shape: Any, default: int | None = None) -> Any:
+    """The norm that is described, over the dimensions that a user gives, or by default so many."""
+    a.normalized_ndim = arguments.normalized_ndim(
+        a.input, a.weight, a.bias, normalized_shape, a.dim, default
     )
-    return eval(source, {"op": operator.overload._op})
-
-
-_layer_norm, _add_layer_norm, _ada_layer_norm, _add_ada_layer_norm = map(_call_of, FORWARD)
+    return run(a)
 
 
 def run(a: Arguments) -> Any:
     """The norm that is described: y, or with a residual (y, residual_out)."""
-    residual, gate = a.residual, a.gate
     if a.dim is not None:
         return _over_dim(a)
+    gate = a.gate
     if gate is not None and not _may_fuse_gate(a):
         return _with_sum_apart(a)
     if is_compiling():  # Dynamo does not trace the exception handling below
         return choice.run(a)
+    place = 2 * (gate is not None or a.shift is not None or a.scale is not None)
+    place += a.residual is not None
+    return call(FORWARD[place], a, _in_pytorch)
+
+
+def call(family: Family, a: Any, in_pytorch: Any = None) -> Any:
+    """A call of a family's operator, for all but Dynamo, which does not trace the handling of
+    exceptions here, and leaves the checks to the fake.
+
+    On the CPU PyTorch differentiates the formula: its derivative keeps what forward has computed,
+    which a backward operator would compute again.
+
+    in_pytorch: what else PyTorch computes of a call on the CPU; it gives None of other calls.
+    """
     try:
         if (_dispatch_modes() or _is_tracing()) and torch.onnx.is_in_onnx_export():
-            return _in_onnx(a)
-        if a.input.is_cpu:
-            if (found := stock.run(a)) is not None:
+            family.check(a)
+            return family.in_onnx(a, _is_tracing())
+        x = getattr(a, family.fields[0])
+        if x.is_cpu and not stock._cpu_operators:
+            if in_pytorch is not None and (found := in_pytorch(a)) is not None:
                 return found
-            # A sum of half precision would round its gradient twice.
-            is_half = residual is not None and residual.dtype in arguments.HALF
-            if not is_half and stock.differentiates(a.input):
-                arguments.check(a)
-                y, *others = formulas.computed(formulas.forward, a)
-                return y if residual is None else (y, others[0])
-        if gate is None and a.shift is None and a.scale is None:
-            return _layer_norm(a) if residual is None else _add_layer_norm(a)
-        return _ada_layer_norm(a) if residual is None else _add_ada_layer_norm(a)
+            if differentiates(x) and (found := family.differentiable(a)) is not None:
+                return found
+        return family.call(a)
     except Exception as error:
-        raise arguments.explain(error, a) from None
-
-
-def _in_onnx(a: Arguments) -> Any:
-    """A call in the operators that torch.onnx.export translates: the norm itself where nothing is
-    fused to it. Without dynamo that knows no rms_norm, nor a layer_norm over sizes that are traced.
-    """
-    arguments.check(a)
-    dtypes = {tensor.dtype for tensor in (a.input, a.weight, a.bias) if tensor is not None}
-    is_plain = a.is_plain and not a.is_rms and not a.keeps_order
-    if is_plain and len(dtypes) == 1 and not _is_tracing():
-        return stock.norm_of(a.input, a)
-    found = formulas.forward(a)
-    return found[0] if a.residual is None else found[:2]
-
-
-def call(
-    operator: OpOverload,
-    a: Any,
-    check: Callable[[Any], None],
-    in_pytorch: Callable[[Any], Any],
-    family: Any = None,
-) -> Any:
-    """A call of another family's operator, for all but Dynamo, which does not trace the handling of
-    exceptions here, and leaves the checks to the fake. `check` says what is wrong with a call.
-
-    in_pytorch: the same in PyTorch's operators, which alone torch.onnx.export translates.
-    family: whose formula PyTorch differentiates on the CPU. Its derivative keeps what forward has
-    computed, which a backward operator would compute again.
-    """
-    if (_dispatch_modes() or _is_tracing()) and torch.onnx.is_in_onnx_export():
-        check(a)
-        return in_pytorch(a)
-    try:
-        if family is not None and stock.differentiates(a.input):
-            check(a)
-            return formulas.computed(family.formula, a, family.keeps_order)[0]
-        return operator._op(*a)  # skips OpOverload.__call__, which costs half a microsecond
-    except Exception as error:
-        raise arguments.explain(error, a, check) from None
+        raise arguments.explain(error, a, family.check) from None
 
 
 def _over_dim(a: Arguments) -> Tensor:
@@ -243,7 +194,7 @@ def _with_sum_apart(a: Arguments) -> tuple[Tensor, Tensor]:
     residual: Any = a.residual
     residual_out = formulas.add(a.input, residual, a.gate)
     if a.rounds_xhat and a.input.dtype != residual.dtype:
-        return formulas.forward(a._replace(out_dtype=a.y_dtype))[0], residual_out
+        return formulas.rows(a._replace(out_dtype=a.y_dtype))[0], residual_out
     acc = formulas.acc_dtype(residual.dtype)
     weight, bias = (
         parameter if parameter is None or parameter.dtype == residual.dtype else parameter.to(acc)
@@ -251,3 +202,87 @@ def _with_sum_apart(a: Arguments) -> tuple[Tensor, Tensor]:
     )
     norm = a._replace(input=residual_out, residual=None, gate=None, weight=weight, bias=bias)
     return run(norm._replace(out_dtype=a.y_dtype)), residual_out
+
+
+# ---- What PyTorch's operators compute on the CPU.
+
+
+def has_own_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, is_rms: bool) -> bool:
+    """Whether a norm of these tensors, with nothing fused to it, is PyTorch's here.
+
+    PyTorch may still refuse the call. The operators serve what PyTorch does not: other devices,
+    parameters of other dtypes, and tracing, where a compiler knows them by their name.
+    """
+    if not input.is_cpu or stock._cpu_operators or _get_dispatch_mode(_PROXY) is not None:
+        return False
+    dtype = input.dtype
+    if is_rms:
+        has_dtypes = bias is None and (weight is None or weight.dtype is dtype)
+    elif weight is not None and bias is not None and weight.dtype is torch.float32 is bias.dtype:
+        has_dtypes = dtype in _BESIDE_FLOAT32
+    else:
+        has_dtypes = (weight is None or weight.dtype is dtype) and (
+            bias is None or bias.dtype is dtype
+        )
+    return has_dtypes and not input.is_nested
+
+
+_BESIDE_FLOAT32 = (torch.float32, *arguments.HALF)
+
+
+def differentiates(input: Any) -> bool:
+    """Whether a call is computed, and differentiated, by PyTorch's operators: on the CPU, where no
+    mode, transform, tracer or autocast is to see an operator of ours."""
+    return (
+        type(input) is Tensor
+        and input.is_cpu
+        and not (stock._cpu_operators or _dispatch_modes() or _in_transform() or _is_tracing())
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _in_pytorch(a: Arguments) -> Any:
+    """A plain or modulated call in PyTorch's operators, as a model would write it, or None.
+
+    Nested tensors and an eps of NaN are left to the operators, which refuse them, and so are
+    transforms of torch.func, in which the operators have derivatives of every order.
+    """
+    if not a.is_bare:
+        return None
+    input, residual, gate, weight = a.input, a.residual, a.gate, a.weight
+    is_modulated = gate is not None or a.shift is not None or a.scale is not None
+    is_rms = a.statistic == "rms"
+    if (
+        not (is_modulated or residual is None)
+        or not (is_rms or a.statistic == "layer")
+        or a.keeps_order
+        or a.eps != a.eps
+        or type(input) is not Tensor
+        or input.dim() < a.normalized_ndim
+        or _in_transform()
+        or not has_own_norm(input, weight, a.bias, is_rms)
+    ):
+        return None
+    if not is_modulated:
+        return formulas.norm_of(a, input)
+    # Of tensors of one dtype, and of shapes that the operators take. Their composite would compute
+    # in float32 throughout, and take longer.
+    if weight is not None and weight.dtype is not input.dtype:
+        return None
+    for tensor in (residual, gate, a.shift, a.scale):
+        if tensor is not None and not (
+            tensor.is_cpu
+            and tensor.dtype is input.dtype
+            and not tensor.is_nested
+            and tensor.layout is torch.strided
+        ):
+            return None
+    x = input
+    if residual is not None:
+        if residual.shape != input.shape:
+            return None
+        x = residual + input if gate is None else torch.addcmul(residual, gate, input)
+    y = formulas.modulate(formulas.norm_of(a, x), a.shift, a.scale)
+    if y.shape != input.shape:  # A modulation, or residual, would enlarge input.
+        return None
+    return y if residual is None else (y, x)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from .ops import head_formulas, heads, packed
-from .ops.family import FAMILIES, GRADIENTS, Family
+from .ops.family import FAMILIES, GRADIENTS
 
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
@@ -26,19 +25,7 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     ``torch.export.default_decompositions()`` with this one.
     """
 
-    def formula(of: Family) -> Callable[..., Any]:
-        return lambda *args: of.formula(of.Call(*args))
-
-    def once(gradients: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.no_grad()(gradients)
-
     return {
-        **{one: found for of in FAMILIES for one, found in of.both(formula(of)).items()},
-        **{one: once(found) for one, found in GRADIENTS.items()},
-        heads.qk_norm_rope: lambda *args: head_formulas.by_formula(
-            head_formulas.HeadArguments(*args)
-        ),
-        heads.qk_norm_rope_backward: once(head_formulas.backward_by_formula),
-        packed.qkv_norm_rope: lambda *args: packed.by_formula(packed.PackedArguments(*args))[:2],
-        packed.qkv_norm_rope_backward: once(packed.gradients),
+        **{one: found for of in FAMILIES for one, found in of.each(of.by_formula).items()},
+        **{one: torch.no_grad()(found) for one, found in GRADIENTS.items()},
     }

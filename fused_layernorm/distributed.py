@@ -28,7 +28,7 @@ import torch
 from torch._ops import OpOverload
 
 from .integrations.after_import import after_import
-from .ops import gated, groups, head_formulas, heads, load
+from .ops import formulas, gated, groups, heads, load, packed
 from .ops.family import FAMILIES, GRADIENTS
 
 # Arguments that have a row, or a number, for each row; the last four are of heads.
@@ -73,20 +73,16 @@ def register_sharding_rules() -> None:
         return (argument or Replicate()) if is_whole else Partial()
 
     def rules_of(operator: OpOverload) -> Callable[..., list[Any]]:
-        Call, count = load.call_of(operator), len(operator._schema.returns)
+        Call, count = formulas.call_of(operator), len(operator._schema.returns)
         differentiated = Call.differentiated
-        is_of_heads = operator in (heads.qk_norm_rope, heads.qk_norm_rope_backward)
 
         def outputs(call: Any, inputs: dict[str, Any], placement: Placement) -> list[Placement]:
             if differentiated:
-                names, wanted = differentiated, call.wanted
-                if is_of_heads:
-                    names, wanted = head_formulas.gradients_of(call), head_formulas.wanted(call)
                 return [
-                    of_gradient(placement, inputs[name]) if name in wanted else Replicate()
-                    for name in names
+                    of_gradient(placement, inputs[name]) if name in call.wanted else Replicate()
+                    for name in differentiated
                 ]
-            if is_of_heads:
+            if operator is heads.qk_norm_rope:
                 return [placement, Replicate() if call.k is None else placement]
             if not operator._opname.endswith("_forward"):
                 return [placement] * count
@@ -112,11 +108,9 @@ def register_sharding_rules() -> None:
     group_norms, gated_norms = (
         (family.plain, family.forward, family.backward) for family in (groups.FAMILY, gated.FAMILY)
     )
-    for operator in (
-        *(operator for family in FAMILIES for operator in (family.plain, family.forward)),
-        *(*GRADIENTS, heads.qk_norm_rope, heads.qk_norm_rope_backward),
-    ):
-        register_sharding([operator])(rules_of(operator))
+    for operator in (*(one for of in FAMILIES for one in of.each(of.formula)), *GRADIENTS):
+        if operator not in (packed.FAMILY.plain, packed.FAMILY.backward):
+            register_sharding([operator])(rules_of(operator))
 
 
 # register_sharding is experimental and may move.

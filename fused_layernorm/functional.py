@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .calls import plain, run
+from .calls import norm, plain
 from .gated import norm_in_groups
-from .ops import arguments
-from .ops.arguments import normalized_ndim, rms_eps
+from .ops.arguments import given, rms_eps
 from .ops.operators import describe
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -72,17 +71,10 @@ def layer_norm(
         if y is not None:
             return y
     a = describe(
-        input,
-        weight=weight,
-        bias=bias,
-        normalized_ndim=normalized_ndim(input, weight, bias, normalized_shape, dim),
-        eps=eps,
-        activation=activation,
-        output_scale=scale,
-        out_dtype=out_dtype,
-        dim=dim,
-    )
-    return run(a)
+        input, weight=weight, bias=bias, eps=eps, activation=activation, output_scale=scale,
+        out_dtype=out_dtype, dim=dim,
+    )  # fmt: skip
+    return norm(a, normalized_shape)
 
 
 def rms_norm(
@@ -135,22 +127,14 @@ def rms_norm(
         y = plain(True, input, normalized_shape, weight, None, eps)
         if y is not None:
             return y
-    default = None if group_size is None else 1
     a = describe(
-        input,
-        weight=weight,
-        bias=bias,
-        normalized_ndim=normalized_ndim(input, weight, bias, normalized_shape, dim, default),
-        eps=rms_eps(eps, input),
-        activation=activation,
-        output_scale=scale,
-        out_dtype=out_dtype,
-        statistic="rms",
-        weight_offset=weight_offset,
-        round_before_weight=round_before_weight,
-        dim=dim,
-    )
-    return run(a) if group_size is None else norm_in_groups(a, group_size)
+        input, weight=weight, bias=bias, eps=rms_eps(eps, input), activation=activation,
+        output_scale=scale, out_dtype=out_dtype, statistic="rms", weight_offset=weight_offset,
+        round_before_weight=round_before_weight, dim=dim,
+    )  # fmt: skip
+    if group_size is not None:
+        return norm_in_groups(a, group_size, normalized_shape)
+    return norm(a, normalized_shape)
 
 
 def add_layer_norm(
@@ -182,21 +166,11 @@ def add_layer_norm(
 
     The other arguments and the errors are those of :func:`layer_norm`.
     """
-    if residual is None:
-        arguments.check_tensor("residual", residual)
     a = describe(
-        input,
-        residual,
-        gate,
-        weight=weight,
-        bias=bias,
-        normalized_ndim=normalized_ndim(input, weight, bias, normalized_shape),
-        eps=eps,
-        activation=activation,
-        output_scale=scale,
-        out_dtype=out_dtype,
-    )
-    return run(a)
+        input, given(residual), gate, weight=weight, bias=bias, eps=eps, activation=activation,
+        output_scale=scale, out_dtype=out_dtype,
+    )  # fmt: skip
+    return norm(a, normalized_shape)
 
 
 def add_rms_norm(
@@ -219,24 +193,12 @@ def add_rms_norm(
     As :func:`add_layer_norm`, with ``output = rms_norm(residual_out, ...)``. The other arguments
     and the errors are those of :func:`rms_norm`.
     """
-    if residual is None:
-        arguments.check_tensor("residual", residual)
     a = describe(
-        input,
-        residual,
-        gate,
-        weight=weight,
-        bias=bias,
-        normalized_ndim=normalized_ndim(input, weight, bias, normalized_shape),
-        eps=rms_eps(eps, residual),
-        activation=activation,
-        output_scale=scale,
-        out_dtype=out_dtype,
-        statistic="rms",
-        weight_offset=weight_offset,
-        round_before_weight=round_before_weight,
-    )
-    return run(a)
+        input, given(residual), gate, weight=weight, bias=bias, eps=rms_eps(eps, residual),
+        activation=activation, output_scale=scale, out_dtype=out_dtype, statistic="rms",
+        weight_offset=weight_offset, round_before_weight=round_before_weight,
+    )  # fmt: skip
+    return norm(a, normalized_shape)
 
 
 def ada_layer_norm(
@@ -277,19 +239,11 @@ def ada_layer_norm(
     Returns:
         A tensor of input's shape, contiguous on CUDA.
     """
-    ndim = normalized_ndim(input, weight, bias, normalized_shape, default=1)
     a = describe(
-        input,
-        shift=shift,
-        scale=scale,
-        weight=weight,
-        bias=bias,
-        normalized_ndim=ndim,
-        eps=eps,
-        out_dtype=out_dtype,
+        input, shift=shift, scale=scale, weight=weight, bias=bias, eps=eps, out_dtype=out_dtype,
         statistic=statistic,
-    )
-    return run(a)
+    )  # fmt: skip
+    return norm(a, normalized_shape, default=1)
 
 
 def add_ada_layer_norm(
@@ -322,20 +276,8 @@ def add_ada_layer_norm(
 
     The other arguments and the errors are those of :func:`ada_layer_norm`.
     """
-    if residual is None:
-        arguments.check_tensor("residual", residual)
-    ndim = normalized_ndim(input, weight, bias, normalized_shape, default=1)
     a = describe(
-        input,
-        residual,
-        gate,
-        shift,
-        scale,
-        weight,
-        bias,
-        ndim,
-        eps,
-        out_dtype=out_dtype,
+        input, given(residual), gate, shift, scale, weight, bias, eps=eps, out_dtype=out_dtype,
         statistic=statistic,
-    )
-    return run(a)
+    )  # fmt: skip
+    return norm(a, normalized_shape, default=1)

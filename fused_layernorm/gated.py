@@ -74,21 +74,11 @@ def rms_norm_gated(
 
     The errors are those of :func:`layer_norm`.
     """
-    return run(
-        GatedArguments(
-            input,
-            gate,
-            weight,
-            bias,
-            arguments.rms_eps(eps, input),
-            bool(gate_first),
-            gate_activation,
-            group_size,
-            out_dtype,
-            weight_offset,
-            bool(round_before_weight),
-        )
-    )
+    a = GatedArguments(
+        input, gate, weight, bias, arguments.rms_eps(eps, input), bool(gate_first), gate_activation,
+        group_size, out_dtype, weight_offset, bool(round_before_weight),
+    )  # fmt: skip
+    return run(a)
 
 
 def run(a: GatedArguments) -> Tensor:
@@ -99,12 +89,8 @@ def run(a: GatedArguments) -> Tensor:
         if input.dim() and choice.of_gated(input, a.group_size or input.shape[-1]) != "KERNEL":
             operator = VARIANTS[operator]
         return operator(*a)
-    found: Tensor = calls.call(operator, a, arguments.check, _in_pytorch, gated.FAMILY)
+    found: Tensor = calls.call(gated.FAMILY, a)
     return found
-
-
-def _in_pytorch(a: GatedArguments) -> Tensor:
-    return gated.formula(a)[0]
 
 
 def _settled(a: GatedArguments) -> GatedArguments:
@@ -117,12 +103,13 @@ def _settled(a: GatedArguments) -> GatedArguments:
     return a._replace(group_size=arguments.check_group_size(a.group_size, None))
 
 
-def norm_in_groups(a: Arguments, group_size: Any) -> Tensor:
+def norm_in_groups(a: Arguments, group_size: Any, normalized_shape: Any) -> Tensor:
     """An RMSNorm that is described, over groups of columns: these are the rows of a norm, whose
     result PyTorch multiplies by a weight of all columns."""
     arguments.check_tensor("input", a.input)
     input, device = a.input, a.input.device.type
-    if a.dim is not None or a.normalized_ndim != 1:
+    given = (input, a.weight, a.bias, normalized_shape, a.dim, 1)
+    if arguments.normalized_ndim(*given) != 1 or a.dim is not None:
         raise ValueError("expected group_size beside the last dimension alone to normalize over")
     if choice.has_autocast(device) and torch.is_autocast_enabled(device):
         a = under_autocast(a)

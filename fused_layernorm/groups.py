@@ -14,7 +14,7 @@ from . import calls, stock
 from .calls import is_compiling, plain
 from .compile import choice
 from .modules import Norm, forward_of
-from .ops import arguments, formulas, groups
+from .ops import arguments, groups
 from .ops.groups import GroupArguments
 from .stock import GroupNorm
 
@@ -125,8 +125,8 @@ def _run(a: GroupArguments) -> Tensor:
     a = _settled(a)
     if is_compiling():
         return groups.group_norm(*a)
-    check = arguments.check_group_norm
-    return calls.call(groups.group_norm, a, check, _in_onnx, groups.FAMILY)
+    found: Tensor = calls.call(groups.FAMILY, a)
+    return found
 
 
 def _settled(a: GroupArguments) -> GroupArguments:
@@ -148,15 +148,6 @@ def has_one_value(x: Tensor, num_groups: int) -> bool:
     """Whether each group would have one value, which F.group_norm refuses."""
     count = x.numel()
     return isinstance(count, int) and count == num_groups  # a symbolic size is not to be guarded
-
-
-def _in_onnx(a: GroupArguments) -> Tensor:
-    """A call in PyTorch's operators, which torch.onnx.export can translate."""
-    dtypes = {t.dtype for t in (a.input, *a[2:6]) if t is not None}
-    acc = a.input.dtype if a.is_plain and len(dtypes) == 1 else formulas.acc_dtype(a.input.dtype)
-    weight, bias = formulas.to(a.weight, acc), formulas.to(a.bias, acc)
-    z = torch.group_norm(a.input.to(acc), a.num_groups, weight, bias, a.eps)
-    return groups.epilogue(a, z)
 
 
 def as_pytorch_reads(x: Tensor) -> Tensor:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import calls, stock
-from .ops import arguments, head_formulas, packed
+from . import calls
+from .ops import arguments, packed
 from .ops.autograd import in_forward_mode, needs_grad
-from .ops.head_formulas import HeadArguments, by_formula, check, has_kernel
-from .ops.heads import qk_norm_rope as _operator
+from .ops.heads import FAMILY, HeadArguments, has_kernel, has_rows
 
 _is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -175,9 +174,9 @@ def qkv_norm_rope(
         bool(round_before_weight), bool(interleaved), kv_heads, layout == "h3d",
     )  # fmt: skip
     _check_types(p)
-    takes = qkv.dim() == 4 and has_kernel(qkv, cos) and head_formulas.has_rows(qkv)
+    takes = qkv.dim() == 4 and has_kernel(qkv, cos) and has_rows(qkv)
     if takes and not calls.is_compiling():
-        by_pytorch = qkv.dtype not in arguments.HALF and stock.differentiates(qkv)
+        by_pytorch = qkv.dtype not in arguments.HALF and calls.differentiates(qkv)
         takes = not (by_pytorch or torch.onnx.is_in_onnx_export())
     if not takes:
         return *_run(packed.of_parts(p)), packed.part(p, 2)
@@ -223,20 +222,18 @@ def _all_heads(qkv: Tensor, layout: Any, num_kv_heads: Any, head_dim: Any) -> tu
     return qkv.unflatten(2, (heads, cols)), kv
 
 
-def _run(a: HeadArguments) -> tuple[Tensor, Tensor]:
+def _run(a: HeadArguments) -> Any:
     """The results; without k, an empty tensor is the second."""
     _check_types(a)
     if a.q.dim() == 4 and (needs_grad(a.cos, a.sin) or not has_kernel(a.q, a.cos)):
-        check(a)
-        return by_formula(a)
+        FAMILY.check(a)
+        return FAMILY.without_statistics(FAMILY.formula(a))
     if calls.is_compiling():
-        return _operator(*a)
-    if a.q.dtype not in arguments.HALF and stock.differentiates(a.q):
-        return head_formulas.composite_forward(*a)
+        return FAMILY.plain(*a)
     if needs_grad(*a[:6]) or in_forward_mode():
-        return calls.call(_operator, a, check, by_formula)
+        return calls.call(FAMILY, a)
     with _below_autograd():  # autograd of this operator is in Python, and would do nothing
-        return calls.call(_operator, a, check, by_formula)
+        return calls.call(FAMILY, a)
 
 
 def _eps(eps: float | None, statistic: str | None, q: Tensor) -> float:

@@ -31,7 +31,7 @@ class AtenOverride:
                 self._in_force = False
                 _in_force[self._key] -= 1
                 if not _in_force[self._key]:
-                    _switch(self._key, False)
+                    load.operators._switch_override(self._key, False)
 
     def __enter__(self) -> "AtenOverride":
         return self
@@ -91,13 +91,9 @@ def _override(key: str) -> AtenOverride:
     """Overrides the kernels of one dispatch key. "CPU", which runs composites, is for tests."""
     with _lock:
         if not _in_force[key]:
-            _switch(key, True)
+            load.operators._switch_override(key, True)
         _in_force[key] += 1
         return AtenOverride(key, in_force=True)
-
-
-def _switch(key: str, on: bool) -> None:
-    load.operators._switch_override(key, on)
 
 
 def _calls(key: str) -> int:

@@ -266,7 +266,7 @@ def test_aten_variants_give_the_same(device, operator, dtype):
     }[operator]
     leaves = [arg for arg in args if isinstance(arg, torch.Tensor)]
     found = []
-    for overload in (operator.overload, VARIANTS[operator.overload]):
+    for overload in (operator.plain, VARIANTS[operator.plain]):
         outputs = overload(*args)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         loss = sum((out.double() * torch.arange(16, device=device)).sum() for out in outputs)
@@ -281,7 +281,7 @@ def test_aten_variants_differentiate_twice_and_forward(operator):
     rows = (x, residual)[: 1 + ("residual" in operator.fields)]
 
     def call(*rows):
-        return VARIANTS[operator.overload](*rows, 1, None, None, 1e-5)
+        return VARIANTS[operator.plain](*rows, 1, None, None, 1e-5)
 
     torch.autograd.gradcheck(call, rows, check_forward_ad=True)
     torch.autograd.gradgradcheck(call, rows)

@@ -6,7 +6,6 @@ import functools
 import math
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import fused_layernorm as fl
 from fused_layernorm import ada_layer_norm, add_layer_norm, calls, layer_norm, stock
 from fused_layernorm.compile import rules
 from fused_layernorm.ops import arguments
-from fused_layernorm.ops.operators import describe
+from fused_layernorm.ops.operators import FORWARD, describe
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
@@ -469,9 +468,8 @@ def test_more_rows_or_columns_than_the_kernels_index_on_cuda(needs_memory):
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "group_norm"])
 def test_what_pytorchs_function_refuses_is_not_tried_again(name, monkeypatch):
     monkeypatch.setattr(stock, "_cpu_operators", False)
-    for module in (calls, sys.modules["fused_layernorm.functional"]):
-        monkeypatch.setattr(module, "run", None)
-    monkeypatch.setattr(calls, "call", None)
+    for function in ("run", "call"):
+        monkeypatch.setattr(calls, function, None)
     with pytest.raises(RuntimeError, match="expected weight of shape"):
         call_of(name, {"weight": ((3,), F32)}, "cpu")()
 
@@ -654,14 +652,13 @@ def test_a_failed_allocation_is_out_of_memory(device, monkeypatch, add):
     """C++ under the stable ABI can only raise a RuntimeError, which becomes an OutOfMemoryError.
     An operator's other failures are raised unchanged."""
     function: Any = add_layer_norm if add else layer_norm
-    name = "_add_layer_norm" if add else "_layer_norm"
     x = torch.ones(4, 8, device=device)
 
     def raised(failure):
         def fail(*args):
             raise failure
 
-        monkeypatch.setattr(calls, name, fail)
+        monkeypatch.setattr(FORWARD[add], "call", fail)
         with pytest.raises(type(failure)) as caught:
             function(*(x, x)[: 1 + add], normalized_shape=(8,), activation="relu")
         return caught.value

@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm as fl
 from fused_layernorm.compile import graph_pass, patterns
-from fused_layernorm.ops import load
+from fused_layernorm.ops import formulas
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 LN, ADD, ADA, ADD_ADA = "layer_norm", "add_layer_norm", "ada_layer_norm", "add_ada_layer_norm"
@@ -75,7 +75,7 @@ def fused_of(graph_module):
 def options_of(graph_module):
     """The options of the graph's only norm."""
     node = fused_of(graph_module)
-    return load.call_of(node.target)(*node.args)
+    return formulas.call_of(node.target)(*node.args)
 
 
 def copies_in(graph_module):

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import stock
-from ..ops import arguments
+from ..ops import arguments, formulas
 from ..ops.aten_forward import VARIANTS
 from ..ops.autograd import needs_grad
 from ..ops.operators import FORWARD, TENSORS, Arguments
@@ -23,7 +22,7 @@ from . import rules
 # Dynamo of torch 2.10 cannot follow the choice: there, every call keeps its kernel.
 CHOOSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
-_VARIANTS = tuple(VARIANTS[one.overload] for one in FORWARD)
+_VARIANTS = tuple(VARIANTS[one.plain] for one in FORWARD)
 
 
 def run(a: Arguments) -> Any:
@@ -31,11 +30,11 @@ def run(a: Arguments) -> Any:
     _check_types(a)
     choice = "KERNEL" if a.is_modulated else _choice_for(a)
     if choice == "PYTORCH" and _has_own_norm(a):
-        return stock.norm_of(a.input, a)
-    # operator_of and Operator.lay_out are nothing that Dynamo can trace.
+        return formulas.norm_of(a, a.input)
+    # operator_of is nothing that Dynamo can trace.
     place = 2 * a.is_modulated + (a.residual is not None)
     operator = FORWARD[place]
-    overload = operator.overload if choice == "KERNEL" else _VARIANTS[place]
+    overload = operator.plain if choice == "KERNEL" else _VARIANTS[place]
     return overload(*[getattr(a, name) for name in operator.fields])
 
 

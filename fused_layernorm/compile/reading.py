@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from ..ops import load
+from ..ops import formulas, load
 from ..ops.arguments import DTYPES, HALF, rms_eps
 from ..ops.aten_forward import VARIANTS
 
@@ -209,7 +209,7 @@ reads(torch._fused_rms_norm, aten._fused_rms_norm.default)(
 @reads(load.layer_norm, VARIANTS[load.layer_norm])
 def _fused_layer_norm(*args: Any, **kwargs: Any) -> Call | None:
     """This package's operator or its aten_ variant, which a swapped module calls."""
-    a = load.call_of(load.layer_norm)(*args, **kwargs)
+    a = formulas.call_of(load.layer_norm)(*args, **kwargs)
     if a.activation is not None or a.output_scale != 1.0 or a.keeps_order:
         return None
     options = (a.weight_offset, a.round_before_weight)

@@ -92,11 +92,11 @@ class Site:
 
     def overload(self, a: Arguments) -> OpOverload:
         """The operator that computes the site, of which these are the arguments."""
-        return operator_of(a).overload
+        return operator_of(a).plain
 
     def lay_out(self, a: Arguments) -> tuple[Any, ...]:
         """The operator's arguments in the order of its schema."""
-        return operator_of(a).lay_out(a)
+        return tuple(getattr(a, name) for name in operator_of(a).fields)
 
     def as_read(self, y: Node, make: Any) -> Node:
         """What takes the place of the site's result, of what the operator gives."""

@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from ..modules import is_bare
-from ..ops.groups import group_norm
-from ..ops.load import NAMESPACE, fields_of
+from ..ops.groups import GroupArguments
+from ..ops.load import NAMESPACE
 from ..ops.operators import LAYER_NORM
 from ..swap import classes
 from .after_import import after_import
@@ -74,7 +74,7 @@ def _register_with_fvcore() -> None:
 
     def count_groups(inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
         # Theirs finds the weight, which says whether there are parameters, behind num_groups.
-        return of_group_norm([*inputs[:2], inputs[fields_of(group_norm).index("weight")]], outputs)
+        return of_group_norm([*inputs[:2], inputs[GroupArguments._fields.index("weight")]], outputs)
 
     counts[f"{NAMESPACE}::{LAYER_NORM.name}"] = count
     counts[f"{NAMESPACE}::group_norm"] = count_groups

@@ -2,7 +2,6 @@
 """The operators' Python half: what csrc does not implement is registered here, by subject.
 
 load        the binary and the operators that it registers; a call as a record
-operators   the operators of rows, and the description of a call that all of them serve
 arguments   what a call must satisfy: every check and every error message
 formulas    the arithmetic as differentiable expressions
 autograd    what derivatives are made of: the first order runs on the operators
@@ -10,8 +9,9 @@ autocast    the dtypes that autocast gives
 family      what follows from a formula: implementations, derivatives, autocast, fakes
 vmap        the batch as one more leading dimension
 fallback    the same formulas on CUDA, for calls that no kernel takes
-norms       the operators of norms over rows, as families
-heads       the operators of q and k by heads, normalized and rotated, with head_formulas
+operators   the operators of norms over rows, and the description of a call that all of them serve
+heads       the operators of q and k by heads, normalized and rotated
+packed      the same of q, k and v in one tensor
 groups      the operators of groups of channels
 gated       the operators of gated RMSNorm
 aten_forward  variants of the operators: compilers fuse their forward pass with its neighbours
@@ -25,7 +25,9 @@ from . import (  # noqa: F401  (the imports register)
     gated,
     groups,
     heads,
-    norms,
+    operators,
+    packed,
 )
 
-family.register(beside_library=autograd_library.load())
+autograd_library.load()
+family.register()

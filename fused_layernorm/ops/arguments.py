@@ -62,6 +62,13 @@ def check_tensor(name: str, tensor: Any) -> None:
         )
 
 
+def given(residual: Any) -> Any:
+    """The residual of a function that needs one. An operator's description may have none."""
+    if residual is None:
+        check_tensor("residual", residual)
+    return residual
+
+
 def check_tensors(call: Any) -> None:
     """`check_tensor` of all tensors of a call."""
     for name, value in call._asdict().items():
@@ -142,6 +149,13 @@ def check_number(name: str, value: Any) -> None:
     if isinstance(value, Tensor) and value.numel() != 1:
         shape = list(value.shape)
         raise TypeError(f"expected {name} to be a number, got a tensor of shape {shape}")
+
+
+def check_finite(name: str, value: Any) -> None:
+    check_number(name, value)
+    # Dynamo traces no math.isfinite of a symbolic number.
+    if isinstance(value, (int, float)) and not -math.inf < value < math.inf:
+        raise ValueError(f"expected {name} to be a finite number, got {value}")
 
 
 def check_types(tensors: Iterable[tuple[str, Any]], **numbers: Any) -> None:
@@ -254,10 +268,7 @@ def check_options(
     if activation is not None and activation not in activations:
         known = _either([repr(known) for known in activations])
         raise ValueError(f"expected activation None, {known}, got {activation!r}")
-    check_number("scale", scale)
-    # Dynamo traces no math.isfinite of a symbolic number.
-    if isinstance(scale, (int, float)) and not -math.inf < scale < math.inf:
-        raise ValueError(f"expected scale to be a finite number, got {scale}")
+    check_finite("scale", scale)
     if out_dtype is not None and out_dtype not in DTYPES:
         name = name_of(out_dtype) if isinstance(out_dtype, torch.dtype) else repr(out_dtype)
         raise ValueError(f"expected out_dtype {_DTYPE_NAMES}, got {name}")
@@ -269,12 +280,9 @@ def check_statistic(statistic: Any, weight_offset: Any, weight: Tensor | None) -
         raise ValueError(
             f"expected statistic {_either(list(map(repr, STATISTICS)))}, got {statistic!r}"
         )
-    check_number("weight_offset", weight_offset)
-    if isinstance(weight_offset, (int, float)):
-        if not -math.inf < weight_offset < math.inf:
-            raise ValueError(f"expected weight_offset to be a finite number, got {weight_offset}")
-        if weight_offset != 0 and weight is None:
-            raise ValueError(f"expected a weight beside weight_offset {weight_offset}, got none")
+    check_finite("weight_offset", weight_offset)
+    if weight is None and isinstance(weight_offset, (int, float)) and weight_offset != 0:
+        raise ValueError(f"expected a weight beside weight_offset {weight_offset}, got none")
 
 
 def check_num_groups(num_groups: Any) -> int:

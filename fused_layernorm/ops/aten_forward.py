@@ -13,44 +13,23 @@ graph with them, each under a name of its own.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 from torch._ops import OpOverload
 
-from . import autograd, family, formulas, gated, load
+from . import autocast, family, gated, load
 from .family import Family
-from .norms import NORMS
-
-
-class _Forward(family.Forward):
-    """As the operators' own autograd function, except for the forward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, of: Family, *args: Any) -> Any:
-        with autograd.lower_levels():
-            found = formulas.computed(of.formula, of.Call(*args))
-        return family.Forward.save(ctx, of, args, found)
+from .operators import FORWARD
 
 
 def _define(of: Family) -> OpOverload:
     defined = load.define_like(of.name, "aten_")
-
-    def implementation(*args: Any) -> Any:
-        a = of.Call(*args)
-        of.check(a)
-        if autograd.in_forward_mode():
-            found = of.formula(a)
-        elif autograd.needs_grad(*a):
-            found = autograd.apply(_Forward, None, of, *a)
-        else:
-            found = formulas.computed(of.formula, a)
-        return of.without_statistics(found)
-
-    load.library.impl(defined._opname, implementation, "CompositeImplicitAutograd")
-    family.register_autocast(defined, family.under_autocast(of, defined))
+    whole = functools.partial(family.autograd_of(of, of.plain), None)
+    load.library.impl(defined._opname, whole, "CompositeImplicitAutograd")
+    autocast.register(defined, of.Call)
     return defined
 
 
 # From each operator to its variant, and back.
-VARIANTS = {of.plain: _define(of) for of in (*NORMS, gated.FAMILY)}
+VARIANTS = {of.plain: _define(of) for of in (*FORWARD, gated.FAMILY)}
 KERNELS = {variant: operator for operator, variant in VARIANTS.items()}

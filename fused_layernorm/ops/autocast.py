@@ -11,7 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
+from . import load
 from .arguments import HALF
 
 # PyTorch's autocast runs rms_norm in float32 from this release on; before, it does not change it.
@@ -37,3 +39,14 @@ def under_autocast(a: Any) -> Any:
         cast |= parameters
     halves = {name: tensor.float() for name, tensor in cast.items() if tensor.dtype in HALF}
     return a._replace(**changes, **halves)
+
+
+def register(operator: OpOverload, Call: Any) -> None:
+    """Registers for the Autocast keys that the operator is called again, as autocast makes it."""
+
+    def implementation(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(KEYSET):
+            return operator(*under_autocast(Call(*args)))
+
+    for key in KEYS:
+        load.library.impl(operator._opname, implementation, key)

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from . import arguments, load
+from . import arguments, formulas
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _after_autograd = torch._C._after_autograd_keyset
@@ -121,20 +121,21 @@ def derivatives(
     """The gradients of the tensors for those at the results of function(*tensors), by PyTorch.
 
     They can be differentiated where gradients are switched on. One that does not depend on a tensor
-    may be None.
+    may be None. Those at the results are cast to the results' dtypes.
     """
     # torch.func.vjp takes no hooks on saved tensors. In a kernel a transform of torch.func is being
     # applied, and no other can begin: there autograd works on the tensors of its level.
     in_kernel = torch._C._dispatch_tls_local_exclude_set().has(_FRONT)
     if torch._C._are_functorch_transforms_active() and not in_kernel:
-        return torch.func.vjp(function, *tensors)[1](tuple(grads))
+        found, pull, *_ = torch.func.vjp(function, *tensors)
+        return pull(tuple(g.to(y.dtype) for y, g in zip(found, grads, strict=True)))
     creates_graph = torch.is_grad_enabled()
     with _recording():
         # Views, so that the gradients end here and not further up.
         leaves = [(t.clone() if t.is_inference() else t).view_as(t) for t in tensors]
         leaves = [t if t.requires_grad else t.requires_grad_() for t in leaves]
         pairs = zip(function(*leaves), grads, strict=True)
-        used = [(y, g) for y, g in pairs if y.requires_grad]
+        used = [(y, g.to(y.dtype)) for y, g in pairs if y.requires_grad]
         if not used:
             return [None] * len(leaves)
         ys, gs = zip(*used, strict=True)
@@ -192,7 +193,7 @@ class Backward(Function):
 
 def backward_autograd(operator: OpOverload, gradients: Any) -> Callable[..., Any]:
     """Autograd of a backward operator; `gradients` gives its results by PyTorch's operators."""
-    Call = load.call_of(operator)
+    Call = formulas.call_of(operator)
 
     def implementation(keyset: Any, *args: Any) -> Any:
         if in_forward_mode():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of two forward operators, NAME and NAME_forward, with the backward operator of a call,
-and all that follows for them from one formula: the implementation for devices without kernels,
+"""Families: a forward operator NAME, perhaps NAME_forward, and the backward operators of their
+calls, with all that follows from one formula: the implementation for devices without kernels,
 derivatives in Python, autocast, vmap, registration.
 
 NAME_forward also gives the statistics that backward needs. Of the calls of a family and of its
@@ -10,7 +10,6 @@ backward operator the tensors and the flags needs_d... are found by their names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,103 +18,157 @@ from torch._ops import OpOverload
 from torch._prims_common import compute_elementwise_output_strides
 
 from . import arguments, autocast, autograd, fallback, formulas, load
-from .formulas import acc_dtype, complete, laid_out, results
+from .formulas import acc_dtype, complete, results
 from .vmap import vmap_of
 
 Outputs = tuple[Tensor, ...]
+_CONTIGUOUS = torch.contiguous_format
 _is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
-@dataclass(eq=False)
 class Family:
-    """Two forward operators, and what is known of them.
+    """Forward operators, and what is known of them.
 
     Arguments come in the order of the schemas. y comes first of the outputs, mean and rstd last;
     between them an operator that takes a residual has the sum, which is what it normalizes.
     """
 
-    name: str
-    check: Callable[[Any], None]
-    # What NAME_forward gives of a call; with exact=False not to be differentiated.
-    formula: Callable[..., Outputs]
-    backward: OpOverload  # of a call without a gate to be summed
-    gated_backward: OpOverload | None = None  # of a call with one
-    # The shape of the statistics of a call's x.
-    statistics: Callable[[Any], Any] = lambda a: _of_rows(a)
-    folds: bool = False  # whether a batch of vmap belongs to the first dimension, or precedes it
-    keeps_order: bool = False  # whether y and dx have it, whatever a call says
+    folds = False  # whether a batch of vmap belongs to the first dimension, or precedes it
+    keeps_order = False  # whether y and dx have it, whatever a call says
+    node: Any  # the autograd function of the forward operators
 
-    plain: OpOverload = field(init=False)
-    forward: OpOverload = field(init=False)
-    Call: Any = field(init=False)
+    def __init__(
+        self,
+        name: str,
+        check: Callable[[Any], None],
+        formula: Callable[..., Outputs],
+        backward: OpOverload,
+        gated_backward: OpOverload | None = None,
+    ) -> None:
+        """
+        Args:
+            formula: what NAME_forward (else NAME) gives of a call, and what is differentiated of a
+                call of the backward operator: that of which it has gradients, in their order. With
+                once=True it is not to be differentiated twice.
+            backward: of a call without a gate to be summed.
+            gated_backward: of a call with one.
+        """
+        self.name, self.check, self.formula = name, check, formula
+        self.backward, self.gated_backward = backward, gated_backward
+        self.plain: OpOverload = getattr(load.operators, name).default
+        forward = getattr(load.operators, f"{name}_forward", None)
+        self.forward: OpOverload | None = forward and forward.default
+        self.Call, self.fields = formulas.call_of(self.plain), formulas.fields_of(self.plain)
 
-    def __post_init__(self) -> None:
-        self.plain, self.forward = (
-            getattr(load.operators, self.name + suffix).default for suffix in ("", "_forward")
-        )
-        self.Call = load.call_of(self.plain)
+    def statistics(self, a: Any) -> Any:
+        """The shape of the statistics of a call."""
+        ndim = a.normalized_ndim
+        return (*a.input.shape[: a.input.dim() - ndim], *[1] * ndim)
+
+    def call(self, a: Any) -> Any:
+        """Calls NAME. `_op` skips OpOverload.__call__, which costs half a microsecond."""
+        return self.plain._op(*a)
 
     def without_statistics(self, found: Outputs) -> Any:
         """What NAME gives, of what NAME_forward gives."""
-        return found[:-2] if len(found) > 3 else found[0]
+        return found if self.forward is None else found[:-2] if len(found) > 3 else found[0]
 
-    def both(self, implementation: Callable[..., Any]) -> dict[OpOverload, Callable[..., Any]]:
-        """NAME and NAME_forward, of an implementation of the latter."""
+    def each(self, implementation: Callable[..., Any]) -> dict[OpOverload, Callable[..., Any]]:
+        """The forward operators, of an implementation that gives the statistics, if one does."""
 
         def plain(*args: Any) -> Any:
             return self.without_statistics(implementation(*args))
 
-        return {self.plain: plain, self.forward: implementation}
+        return {self.plain: plain, **({self.forward: implementation} if self.forward else {})}
+
+    def composite(self, *args: Any) -> Outputs:
+        """The implementation of the forward operator for devices without kernels."""
+        a = self.Call(*args)
+        self.check(a)
+        if a[0].is_cuda:
+            formulas.warn_of_cuda(a[0])
+        found = self.computed(a)
+        if self.forward:
+            return *found[:-2], found[-2].contiguous(), found[-1].contiguous()
+        return found
+
+    def by_formula(self, *args: Any) -> Outputs:
+        """The same of arguments that were checked, but for the order of memory."""
+        return self.formula(self.Call(*args))
+
+    def fake(self, *args: Any) -> Outputs:
+        """The forward operator without data, for compilers and meta tensors."""
+        a = self.Call(*args)
+        self.check(a)
+        return self.empty(a)
+
+    def computed(self, a: Any) -> Outputs:
+        """What the formula gives of a call that was checked, not to be differentiated twice."""
+        return formulas.computed(self.formula, a, self.keeps_order or a.keeps_order)
+
+    def empty(self, a: Any) -> Outputs:
+        """The results of a call without data."""
+        x, of_rows, acc = a.input, self.statistics(a), acc_dtype(a.x_dtype)
+        return (
+            like(x, a.y_dtype, self.keeps_order or a.keeps_order),
+            *([] if a.residual is None else [x.new_empty(x.shape, dtype=a.residual.dtype)]),
+            x.new_empty((0,) if a.is_rms else of_rows, dtype=acc),
+            x.new_empty(of_rows, dtype=acc),
+        )
+
+    def order_of(self, b: Any, name: str) -> Tensor | None:
+        """The gradient of a tensor of a backward call without data, or None if it is contiguous."""
+        in_order = name == "x" and (self.keeps_order or b.keeps_order)
+        return like(b.x, b.x.dtype, True) if in_order else None
+
+    def in_onnx(self, a: Any, is_tracing: bool) -> Any:
+        """A call that was checked in the operators that torch.onnx.export translates, with its
+        dynamo or else by tracing."""
+        return self.without_statistics(self.formula(a))
+
+    def differentiable(self, a: Any) -> Any:
+        """What NAME gives by the formula, for PyTorch to differentiate once; None where its
+        derivative would round gradients more often than ours."""
+        if a.residual is not None and a.residual.dtype in arguments.HALF:
+            return None  # a sum would round its gradient twice
+        self.check(a)
+        return self.without_statistics(self.computed(a))
+
+    def is_by_formula(self, a: Any) -> bool:
+        """Whether PyTorch differentiates the formula instead of `node`."""
+        return autograd.in_forward_mode()
+
+    def vmap(self, operator: OpOverload, formula: Any, always: bool = False) -> Any:
+        return vmap_of(operator, formula, self, always)
 
 
 FAMILIES: list[Family] = []
 # From every backward operator to what it gives by PyTorch's operators, a function of its arguments.
 GRADIENTS: dict[OpOverload, Callable[..., Outputs]] = {}
-# Autograd of a backward operator that does not follow from its formula.
-AUTOGRAD: dict[OpOverload, Callable[..., Outputs]] = {}
+# Autograd of an operator that does not follow from its family.
+AUTOGRAD: dict[OpOverload, Callable[..., Any]] = {}
 
 
-def _of_rows(a: Any) -> Any:
-    ndim = a.normalized_ndim
-    return (*a.input.shape[: a.input.dim() - ndim], *[1] * ndim)
+# ---- Backward operators.
 
 
-# ---- The computation in PyTorch's operators.
-
-
-def composite(family: Family) -> Callable[..., Outputs]:
-    """The implementation of NAME_forward for devices without kernels."""
-
-    def implementation(*args: Any) -> Outputs:
-        a = family.Call(*args)
-        family.check(a)
-        formulas.warn_of_cuda(a.input)
-        found = formulas.computed(family.formula, a, family.keeps_order)
-        return found[0], *(t.contiguous() for t in found[1:])
-
-    return implementation
-
-
-def gradients(
-    operator: OpOverload, formula: Callable[[Any, bool], Outputs]
-) -> Callable[..., Outputs]:
+def gradients(operator: OpOverload, formula: Callable[..., Outputs]) -> Callable[..., Outputs]:
     """What a backward operator gives, but for the order of memory, by PyTorch's derivative of a
-    formula of its call: of y, and what was normalized, whose gradients are dy and dresidual."""
-    Call = load.call_of(operator)
+    family's formula of its call."""
+    Call = formulas.call_of(operator)
 
     def implementation(*args: Any) -> Outputs:
         b = complete(Call(*args))
-        wanted = b.wanted
+        wanted, once = b.wanted, formulas.is_once()
         if not wanted:
             return results(b, {})
-        count, once = 1 if b.dresidual is None else 2, formulas.is_once()
 
         def function(*leaves: Tensor) -> Outputs:
-            return formula(b._replace(**dict(zip(wanted, leaves, strict=True))), once)[:count]
+            found = formula(b._replace(**dict(zip(wanted, leaves, strict=True))), once)
+            return tuple(y for y, dy in zip(found, b.grads, strict=False) if dy is not None)
 
         leaves = [getattr(b, name) for name in wanted]
-        grads = [b[0]] if b.dresidual is None else [b[0], b.dresidual.to(acc_dtype(b.x.dtype))]
-        found = autograd.derivatives(function, leaves, grads)
+        found = autograd.derivatives(function, leaves, [dy for dy in b.grads if dy is not None])
         named = zip(wanted, leaves, found, strict=True)
         return results(b, {n: torch.zeros_like(t) if g is None else g for n, t, g in named})
 
@@ -124,64 +177,53 @@ def gradients(
 
 def without_kernel(operator: OpOverload, family: Family) -> Callable[..., Outputs]:
     """The implementation of a backward operator for devices without kernels."""
-    Call, implementation = load.call_of(operator), GRADIENTS[operator]
-
-    def own(t: Tensor, b: Any) -> Tensor:
-        """The gradient contiguous, and not dy or dresidual itself."""
-        given = (b[0], b.dresidual)
-        is_given = any(g is not None and _is_alias_of(t, g) for g in given)
-        return t.clone(memory_format=torch.contiguous_format) if is_given else t.contiguous()
+    Call, implementation = formulas.call_of(operator), GRADIENTS[operator]
 
     def laid(*args: Any) -> Outputs:
         b = Call(*args)
         arguments.check_tensors(b)
         with torch.no_grad():
-            first, *others = implementation(*args)
-        in_order = getattr(b, "needs_dx", False) and (family.keeps_order or b.keeps_order)
-        first = laid_out(first, b.x, True) if in_order else own(first, b)
-        return first, *(own(t, b) for t in others)
+            found = implementation(*args)
+        given = [dy for dy in b.grads if dy is not None]
+
+        def own(name: str, gradient: Tensor) -> Tensor:
+            """The gradient in its order of memory, and none itself of those that were given."""
+            if gradient.shape == (0,):
+                return gradient
+            ordered = family.order_of(b, name)
+            if ordered is not None:
+                is_laid = gradient.stride() == ordered.stride()
+                return gradient if is_laid else ordered.copy_(gradient)
+            is_given = any(_is_alias_of(gradient, dy) for dy in given)
+            return gradient.clone(memory_format=_CONTIGUOUS) if is_given else gradient.contiguous()
+
+        return tuple(map(own, b.differentiated, found))
 
     return laid
 
 
-# ---- Shapes and dtypes without data, for compilers and meta tensors.
-
-
 def like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
+    """An empty tensor of x's shape, contiguous or in the strides of torch.empty_like(x)."""
     if not keeps_order:
         return x.new_empty(x.shape, dtype=dtype)
+    if type(x) is Tensor and not x.is_meta:
+        return torch.empty_like(x, dtype=dtype)
     # A fake torch.empty_like loses the strides of dimensions of size 1, which the real one keeps.
     return x.new_empty_strided(x.shape, compute_elementwise_output_strides(x), dtype=dtype)
-
-
-def fake(family: Family) -> Callable[..., Outputs]:
-    """NAME_forward without data."""
-
-    def implementation(*args: Any) -> Outputs:
-        a = family.Call(*args)
-        family.check(a)
-        x, of_rows, acc = a.input, family.statistics(a), acc_dtype(a.x_dtype)
-        return (
-            like(x, a.y_dtype, family.keeps_order or a.keeps_order),
-            *([] if a.residual is None else [x.new_empty(x.shape, dtype=a.residual.dtype)]),
-            x.new_empty((0,) if a.is_rms else of_rows, dtype=acc),
-            x.new_empty(of_rows, dtype=acc),
-        )
-
-    return implementation
 
 
 def fake_backward(operator: OpOverload, family: Family) -> Callable[..., Outputs]:
     """A backward operator without data, whose arguments are not checked: compiled autograd traces
     it with gradients of other shapes."""
-    Call = load.call_of(operator)
+    Call = formulas.call_of(operator)
+
+    def empty(b: Any, name: str) -> Tensor:
+        tensor, ordered = getattr(b, name), family.order_of(b, name)
+        return tensor.new_empty(tensor.shape) if ordered is None else ordered
 
     def implementation(*args: Any) -> Outputs:
         b = complete(Call(*args))
-        in_order = family.keeps_order or b.keeps_order
-        given = {name: t for name in b.wanted if (t := getattr(b, name)) is not None}
-        found = {n: like(t, t.dtype, n == "x" and in_order) for n, t in given.items()}
-        return results(b, found)
+        return results(b, {name: empty(b, name) for name in b.wanted})
 
     return implementation
 
@@ -194,20 +236,19 @@ class Forward(autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, family: Family, *args: Any) -> Any:
-        with autograd.lower_levels():
-            found = autograd.redispatch(family.forward, keyset, *args)
-        return Forward.save(ctx, family, args, found)
-
-    @staticmethod
-    def save(ctx: Any, family: Family, args: Any, found: Outputs) -> Outputs:
-        """Saves what backward needs of a call and its results; returns the results."""
         a = family.Call(*args)
+        with autograd.lower_levels():
+            if keyset is None:  # of an aten_ variant
+                found = family.computed(a)
+            else:
+                forward: Any = family.forward
+                found = autograd.redispatch(forward, keyset, *args)
         _, *residual_out, mean, rstd = found
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
         is_gated = family.gated_backward is not None and a.gate is not None
         ctx.operator = family.gated_backward if is_gated else family.backward
-        ctx.family, ctx.Call = family, load.call_of(ctx.operator)
+        ctx.family, ctx.Call = family, formulas.call_of(ctx.operator)
         (x,) = residual_out or (a.input,)
         given = {**a._asdict(), "x": x, "mean": mean, "rstd": rstd}
         saved = {name: given.get(name) for name in ctx.Call._fields}
@@ -240,9 +281,11 @@ class Forward(autograd.Function):
                 found = load.gate_backward(dresidual, given["input"], given["gate"], *of_gate)
                 gradients |= zip(("input", "gate"), found, strict=True)
         else:
-            if flags.get("needs_dshift") and _is_gradient(dy, given["shift"], Call):
-                flags["needs_dshift"] = False
-                gradients["shift"] = dy
+            if flags.get("needs_dshift") and "activation" not in Call._fields:
+                shift = given["shift"]
+                if (shift.shape, shift.dtype) == (dy.shape, dy.dtype):  # one for each element of y
+                    flags["needs_dshift"] = False
+                    gradients["shift"] = dy
             given |= {**flags, "dy": dy}
             if "dresidual" in Call._fields:
                 given["dresidual"] = dresidual
@@ -279,37 +322,28 @@ def _unread(family: Family, a: Any, needs: Any) -> list[str]:
     return unread
 
 
-def _is_gradient(dy: Tensor, shift: Tensor, Call: Any) -> bool:
-    """Whether the gradient of shift is dy itself, as where each element of y has one of its own."""
-    return "activation" not in Call._fields and (shift.shape, shift.dtype) == (dy.shape, dy.dtype)
+Family.node = Forward
 
 
-def _autograd(family: Family, operator: OpOverload) -> Callable[..., Any]:
-    def outputs(found: Any) -> Any:
-        return family.without_statistics(found) if operator is family.plain else found
+def autograd_of(family: Family, operator: OpOverload) -> Callable[..., Any]:
+    """Autograd of a forward operator, or without a keyset the whole of its aten_ variant."""
 
     def implementation(keyset: Any, *args: Any) -> Any:
         a = family.Call(*args)
-        if autograd.in_forward_mode():
+        is_by_formula = family.is_by_formula(a)
+        if is_by_formula or keyset is None:
             family.check(a)
-            *rows, mean, rstd = family.formula(a)
-            return outputs((*rows, mean.detach(), rstd.detach()))
-        if autograd.needs_grad(*a):
-            return outputs(autograd.apply(Forward, keyset, family, *a))
-        return autograd.redispatch(operator, keyset, *args)
-
-    return implementation
-
-
-# ---- Autocast.
-
-
-def under_autocast(family: Family, operator: OpOverload) -> Callable[..., Any]:
-    """An operator's implementation for the Autocast keys, which calls the operator again."""
-
-    def implementation(*args: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(autocast.KEYSET):
-            return operator(*autocast.under_autocast(family.Call(*args)))
+        if is_by_formula:
+            found = family.formula(a)
+            if family.forward:
+                found = (*found[:-2], *(t.detach() for t in found[-2:]))
+        elif autograd.needs_grad(*a):
+            found = autograd.apply(family.node, keyset, family, *a)
+        elif keyset is None:
+            found = family.computed(a)
+        else:
+            return autograd.redispatch(operator, keyset, *args)
+        return family.without_statistics(found) if operator is family.plain else found
 
     return implementation
 
@@ -317,62 +351,55 @@ def under_autocast(family: Family, operator: OpOverload) -> Callable[..., Any]:
 # ---- Registration.
 
 
-def implement(
-    operator: OpOverload,
-    implementation: Callable[..., Any],
-    without_data: Callable[..., Any],
-    vmap: Callable[..., Any],
-) -> None:
-    """Registers an operator's implementation for every device, one without data, and vmap."""
-    fallback.implement(operator, implementation)
-    torch.library.register_fake(operator, without_data)
-    torch.library.register_vmap(operator, vmap)
-
-
 def implement_backward(
-    operator: OpOverload, by_formula: Callable[..., Outputs], family: Family
+    operator: OpOverload, by_formula: Callable[..., Outputs], of: Family
 ) -> None:
-    """The same for a backward operator, and for its formula, which vmap calls."""
+    """Registers a backward operator for every device, without data, and for vmap, which calls its
+    formula for CUDA (fallback.py); and that formula."""
     GRADIENTS[operator] = by_formula
-    formula = fallback.implement(operator, without_kernel(operator, family))
+    formula = fallback.implement(operator, without_kernel(operator, of))
     for one in (operator, formula):
-        torch.library.register_fake(one, fake_backward(operator, family))
-        rule = vmap_of(operator, formula, family, always=one is formula)
-        torch.library.register_vmap(one, rule)
+        torch.library.register_fake(one, fake_backward(operator, of))
+        torch.library.register_vmap(one, of.vmap(operator, formula, always=one is formula))
     differentiated = autograd.backward_autograd(formula, by_formula)
     load.library.impl(formula._opname, differentiated, "Autograd", with_keyset=True)
 
 
 def implement_forward(family: Family) -> None:
-    """The same for both forward operators of a family."""
+    """Registers the forward operators of a family in the same way."""
     FAMILIES.append(family)
-    fakes = family.both(fake(family))
-    formulas_of = family.both(lambda *args: family.formula(family.Call(*args)))
-    for operator, implementation in family.both(composite(family)).items():
-        rule = vmap_of(operator, formulas_of[operator], family)
-        implement(operator, implementation, fakes[operator], rule)
+    fakes, by_formula = family.each(family.fake), family.each(family.by_formula)
+    for operator, implementation in family.each(family.composite).items():
+        fallback.implement(operator, implementation)
+        torch.library.register_fake(operator, fakes[operator])
+        torch.library.register_vmap(operator, family.vmap(operator, by_formula[operator]))
 
 
-def register(beside_library: bool) -> None:
+def implement(family: Family) -> None:
+    """Registers the operators of a family that has one of each kind."""
+    implement_forward(family)
+    by_formula = gradients(family.backward, family.formula)
+    implement_backward(family.backward, by_formula, family)
+
+
+def register() -> None:
     """Autograd and autocast: of the operators, or of what csrc/per_torch's autograd calls.
 
-    It calls operators named _differentiable_... for a derivative of a backward operator, and in
-    forward mode.
+    Where that has an operator, it calls one named _differentiable_... for a derivative of a
+    backward operator, and in forward mode.
     """
-    prefix = "_differentiable_" if beside_library else ""
-    of_family = [(one, operator) for one in FAMILIES for operator in (one.plain, one.forward)]
-    implementations = {operator: _autograd(*one) for one in of_family for operator in one[1:]}
+    implementations = {one: autograd_of(of, one) for of in FAMILIES for one in of.each(of.formula)}
     implementations |= {one: autograd.backward_autograd(one, GRADIENTS[one]) for one in GRADIENTS}
-    implementations |= AUTOGRAD
-    for operator, implementation in implementations.items():
+    for operator, implementation in (implementations | AUTOGRAD).items():
+        prefix = "_differentiable_" if _is_in_library(operator, "Autograd") else ""
         if prefix:
             load.define_like(operator._opname, prefix)
         load.library.impl(prefix + operator._opname, implementation, "Autograd", with_keyset=True)
-    if not beside_library:
-        for family, operator in of_family:
-            register_autocast(operator, under_autocast(family, operator))
+    for family in FAMILIES:
+        for operator in family.each(family.formula) if family.forward else ():
+            if not _is_in_library(operator, "AutocastCUDA"):
+                autocast.register(operator, family.Call)
 
 
-def register_autocast(operator: OpOverload, implementation: Callable[..., Any]) -> None:
-    for key in autocast.KEYS:
-        load.library.impl(operator._opname, implementation, key)
+def _is_in_library(operator: OpOverload, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator._schema.name, key)

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of all families as differentiable expressions in PyTorch's own operators.
+"""The calls of the operators as records, and the arithmetic of all families as differentiable
+expressions in PyTorch's own operators.
 
 A family has one formula, of a forward or of a backward operator's call: it computes what the
 operators give where there are no kernels, and PyTorch differentiates it any number of times, in
-reverse and in forward mode. PyTorch's own layer_norm would not do: its double backward treats mean
-and rstd as constants, so the third derivative is wrong. Where nothing is differentiated it serves.
+reverse and in forward mode; with `once` only once, by fewer operators. PyTorch's own layer_norm
+would not do: its double backward treats mean and rstd as constants, so the third derivative is
+wrong. Where nothing is differentiated twice it serves.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -19,6 +23,113 @@ from torch.autograd import forward_ad
 from . import load
 
 _aten = torch.ops.aten
+
+
+# ---- Calls.
+
+
+class Record:
+    """What a call has of fields that its operator does not take, and what follows from its fields.
+
+    y = activation(norm(x) (weight + weight_offset) + bias, modulated) output_scale.
+    """
+
+    residual: Tensor | None = None
+    gate: Tensor | None = None
+    shift: Tensor | None = None
+    scale: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    dresidual: Tensor | None = None
+    activation: str | None = None
+    output_scale: float = 1.0
+    out_dtype: torch.dtype | None = None
+    statistic: Any = "layer"
+    weight_offset: float = 0.0
+    round_before_weight: bool = False
+    keeps_order: bool = False
+    input: Any
+    normalized_ndim: Any
+    eps: Any
+
+    @property
+    def is_rms(self) -> bool:
+        """Whether the norm is RMSNorm, which has no mean."""
+        return self.statistic == "rms"
+
+    @property
+    def is_modulated(self) -> bool:
+        """Whether only the ada operators take this call."""
+        return self.gate is not None or self.shift is not None or self.scale is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a norm alone, which PyTorch's function computes of tensors of one dtype."""
+        return self.residual is None and not self.is_modulated and self.is_bare
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing but a sum before it and a modulation may be fused to the norm."""
+        return (
+            self.activation is None
+            and self.output_scale == 1.0
+            and self.out_dtype is None
+            and self.weight_offset == 0.0
+            and not (self.round_before_weight and self.weight is not None)
+        )
+
+    @property
+    def rounds_xhat(self) -> bool:
+        """Whether xhat is rounded to input's dtype, for the sake of a weight."""
+        return self.round_before_weight and self.weight is not None
+
+    @property
+    def x_dtype(self) -> torch.dtype:
+        """The dtype of what is normalized: the residual stream's, where there is one."""
+        return self.input.dtype if self.residual is None else self.residual.dtype
+
+    @property
+    def y_dtype(self) -> torch.dtype:
+        return self.out_dtype or self.input.dtype
+
+    @property
+    def normalized_shape(self) -> torch.Size:
+        return self.input.shape[self.input.dim() - self.normalized_ndim :]
+
+
+def fields_of(operator: torch._ops.OpOverload) -> list[str]:
+    """The arguments of an operator by the names that a record has: layer_norm's number `scale` is
+    output_scale there, because `scale` is that of a modulation."""
+    return [
+        "output_scale" if a.name == "scale" and isinstance(a.type, torch.FloatType) else a.name
+        for a in operator._schema.arguments
+    ]
+
+
+@functools.cache
+def call_of(operator: torch._ops.OpOverload) -> Any:
+    """The class of an operator's calls: a named tuple of the arguments of its schema, and a Record.
+
+    Of a backward operator `grads` are the gradients that it is given, `differentiated` names the
+    tensors whose gradients it gives, in the order of its results, and `wanted` those that a call
+    asks for by its flags needs_d....
+    """
+    fields, arguments = fields_of(operator), operator._schema.arguments
+    defaults = [a.default_value for a in arguments if a.has_default_value()]
+    call: Any = namedtuple(operator._opname, fields, defaults=defaults)  # type: ignore[misc]
+    members = {name: value for name, value in vars(Record).items() if name[:2] != "__"}
+    names = tuple(name.removeprefix("needs_d") for name in fields if name.startswith("needs_d"))
+    given = [name for name in fields if name[0] == "d"]
+    members["grads"] = property(lambda self: [getattr(self, name) for name in given])
+    members["differentiated"] = names
+    members["wanted"] = property(lambda self: [n for n in names if getattr(self, f"needs_d{n}")])
+    # Not as a base class: Dynamo knows a named tuple by its bases.
+    for name in members.keys() - {*fields}:
+        setattr(call, name, members[name])
+    return call
+
+
+# ---- What they compute.
 
 _warned = False
 
@@ -114,18 +225,16 @@ def add(input: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
     return total.to(residual.dtype).contiguous()
 
 
-def laid_out(result: Tensor, like: Tensor, keeps_order: bool) -> Tensor:
-    """The result contiguous, or with keeps_order in the strides of torch.empty_like(like)."""
+def computed(formula: Any, a: Any, keeps_order: bool) -> tuple[Tensor, ...]:
+    """What a formula gives of a call that was checked, not to be differentiated a second time: y
+    contiguous, or with keeps_order in the strides of torch.empty_like(input)."""
+    y, *others = formula(a, once=True)
     if not keeps_order:
-        return result.contiguous()
-    ordered = torch.empty_like(like, dtype=result.dtype)
-    return result if result.stride() == ordered.stride() else ordered.copy_(result)
-
-
-def computed(formula: Any, a: Any, keeps_order: bool = False) -> tuple[Tensor, ...]:
-    """What a formula gives of a call that was checked, not to be differentiated a second time."""
-    y, *others = formula(a, exact=False)
-    return laid_out(y, a.input, keeps_order or a.keeps_order), *others
+        y = y.contiguous()
+    else:
+        ordered = torch.empty_like(a.input, dtype=y.dtype)
+        y = y if y.stride() == ordered.stride() else ordered.copy_(y)
+    return y, *others
 
 
 class _Xhat(torch.autograd.Function):
@@ -167,7 +276,7 @@ def normalized(a: Any, x: Tensor, ndim: int, once: bool = False) -> tuple[Tensor
     forward pass gave. once: whether what this gives in backward is differentiated no second time.
     """
     dims = tuple(range(-ndim, 0))
-    if once:
+    if once and is_backward(a):
         shape = (*x.shape[: x.dim() - ndim], *[1] * ndim)
         given, rstd = None if a.is_rms else a.mean.reshape(shape), a.rstd.reshape(shape)
         return x.new_empty((0,)), _Xhat.apply(x, given, rstd, ndim), rstd
@@ -186,18 +295,13 @@ def normalized(a: Any, x: Tensor, ndim: int, once: bool = False) -> tuple[Tensor
     return mean, centered * rstd, rstd
 
 
-def of_rows(
-    a: Any, x: Tensor, exact: bool = True, once: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd) of what is normalized.
-
-    exact: whether it may be differentiated; otherwise it has as few operators as possible.
-    """
+def of_rows(a: Any, x: Tensor, once: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd) of what is normalized."""
     ndim, acc = a.normalized_ndim, acc_dtype(x.dtype)
     wide, weight, bias = x.to(acc), shifted(a.weight, a.weight_offset, acc), to(a.bias, acc)
     # PyTorch's layer_norm would read a contiguous copy of x.
     lies_apart = a.keeps_order and not x.is_contiguous()
-    if exact or a.is_rms or a.rounds_xhat or lies_apart:
+    if not once or is_backward(a) or a.is_rms or a.rounds_xhat or lies_apart:
         mean, xhat, rstd = normalized(a, wide, ndim, once)
         z = affine(xhat.to(a.input.dtype).to(acc) if a.rounds_xhat else xhat, weight, bias)
     else:
@@ -206,24 +310,34 @@ def of_rows(
     return epilogue(a, z, to(a.shift, acc), to(a.scale, acc)), mean, rstd
 
 
-def forward(a: Any, exact: bool = True) -> tuple[Tensor, ...]:
-    """What the forward operators of rows give: y, with a residual residual_out, mean and rstd."""
+def rows(a: Any, once: bool = False) -> tuple[Tensor, ...]:
+    """What the forward operators of rows give: y, with a residual residual_out, mean and rstd; of a
+    backward operator's call y, and what was normalized."""
+    if is_backward(a):
+        x = a.x.to(acc_dtype(a.x.dtype))
+        return of_rows(a, x, once)[0], x
     if a.residual is None:
-        return of_rows(a, a.input, exact)
+        return of_rows(a, a.input, once)
     residual_out = add(a.input, a.residual, a.gate)
-    y, *statistics = of_rows(a, residual_out, exact)
+    y, *statistics = of_rows(a, residual_out, once)
     return y, residual_out, *statistics
 
 
-def of_backward(b: Any, once: bool) -> tuple[Tensor, Tensor]:
-    """y of a backward operator's call, and what was normalized."""
-    x = b.x.to(acc_dtype(b.x.dtype))
-    return of_rows(b, x, once=once)[0], x
+def norm_of(a: Any, x: Tensor) -> Tensor:
+    """PyTorch's own norm of x, with what a call over rows has of it."""
+    shape = x.shape[x.dim() - a.normalized_ndim :]
+    if a.is_rms:
+        return torch.rms_norm(x, shape, a.weight, a.eps)
+    return torch.layer_norm(x, shape, a.weight, a.bias, a.eps)
 
 
 def complete(b: Any) -> Any:
-    """A backward call with a stand-in for each parameter whose gradient is asked for, though
-    forward, which does not need the values, has not kept it. Only norms over rows do so."""
+    """A backward call with a stand-in for each tensor whose gradient is asked for, though forward,
+    which does not need the values, has not kept it: parameters of norms over rows, and qkv of a
+    rotation alone."""
+    if "qkv" in b._fields and b.qkv is None:
+        some: Tensor = next(dy for dy in b.grads if dy is not None)
+        return b._replace(qkv=some.new_empty_strided(b.size, b.stride).zero_())
     if "normalized_ndim" not in b._fields:
         return b
     shape = b.x.shape[b.x.dim() - b.normalized_ndim :]
@@ -243,7 +357,7 @@ def missing_dtype(b: Any) -> torch.dtype:
 
 def results(b: Any, found: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """What a backward operator gives: the gradients that are needed, and else empty tensors."""
-    x = b[0] if "x" not in b._fields else b.x
+    x = b.x if "x" in b._fields else next(dy for dy in b.grads if dy is not None)
 
     def dtype_of(name: str) -> torch.dtype:
         tensor = getattr(b, name)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from . import arguments, formulas, load
-from .family import Family, gradients, implement_backward, implement_forward
-from .formulas import acc_dtype, activate, affine, shifted, to
+from .family import Family, implement
+from .formulas import acc_dtype, activate, affine, is_backward, shifted, to
 
 ACTIVATIONS = arguments.GATES
 
 # One call of rms_norm_gated. A group_size of 0 is all columns.
-GatedArguments = load.call_of(load.operators.rms_norm_gated.default)
-_BackwardArguments = load.call_of(load.operators.rms_norm_gated_backward.default)
+GatedArguments = formulas.call_of(load.operators.rms_norm_gated.default)
+_BackwardArguments = formulas.call_of(load.operators.rms_norm_gated_backward.default)
 for _call in (GatedArguments, _BackwardArguments):
     _call.statistic, _call.normalized_ndim = "rms", 1
 
@@ -27,7 +27,9 @@ def _groups(x: Tensor, group_size: int) -> Tensor:
     return x.reshape(*x.shape[:-1], x.shape[-1] // size if size else 1, size)
 
 
-def _of(a: Any, input: Tensor, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def formula(a: Any, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """What rms_norm_gated_forward gives, or what its backward operator differentiates."""
+    input = a.x if is_backward(a) else a.input
     dtype, weight, acc = input.dtype, a.weight, acc_dtype(input.dtype)
     x, factor = input.to(acc), activate(a.gate.to(acc), a.gate_activation)
     u = _groups(x * factor if a.gate_first else x, a.group_size)
@@ -42,23 +44,16 @@ def _of(a: Any, input: Tensor, once: bool = False) -> tuple[Tensor, Tensor, Tens
     return formulas.epilogue(a, y, None, None), mean, rstd.squeeze(-1)
 
 
-def formula(a: Any, exact: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """What rms_norm_gated_forward gives."""
-    return _of(a, a.input)
+class Gated(Family):
+    def statistics(self, a: Any) -> Any:
+        columns = a.input.shape[-1]
+        return (*a.input.shape[:-1], columns // a.group_size if a.group_size else 1)
 
 
-def _statistics(a: Any) -> tuple[Any, ...]:
-    columns = a.input.shape[-1]
-    return (*a.input.shape[:-1], columns // a.group_size if a.group_size else 1)
-
-
-FAMILY = Family(
+FAMILY = Gated(
     "rms_norm_gated",
     arguments.check,
     formula,
     load.operators.rms_norm_gated_backward.default,
-    statistics=_statistics,
 )
-implement_forward(FAMILY)
-_gradients = gradients(FAMILY.backward, lambda b, once: _of(b, b.x, once))
-implement_backward(FAMILY.backward, _gradients, FAMILY)
+implement(FAMILY)

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from . import arguments, formulas, load
-from .family import Family, gradients, implement_backward, implement_forward
-from .formulas import acc_dtype, affine, to
+from .family import Family, implement
+from .formulas import acc_dtype, affine, is_backward, to
 
 _aten = torch.ops.aten
 group_norm = load.operators.group_norm.default
 
-GroupArguments = load.call_of(group_norm)  # one call of group_norm
+GroupArguments = formulas.call_of(group_norm)  # one call of group_norm
 
 
 def _of_channels(parameter: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -47,10 +47,12 @@ def _of(a: Any, input: Tensor, once: bool = False) -> tuple[Tensor, Tensor, Tens
     return (y, mean, rstd) if once else (y, mean.flatten(1), rstd.flatten(1))
 
 
-def formula(a: Any, exact: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """What group_norm_forward gives."""
+def formula(a: Any, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """What group_norm_forward gives, or what its backward operator differentiates."""
+    if is_backward(a):
+        return _of(a, a.x, once)
     input, groups = a.input, a.num_groups
-    if exact:
+    if not once:
         return _of(a, input)
     if input.numel() == 0:
         mean = input.new_zeros(input.shape[0], groups, dtype=acc_dtype(input.dtype))
@@ -63,22 +65,31 @@ def formula(a: Any, exact: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     acc = acc_dtype(input.dtype)
     sizes = (*input.shape[:2], math.prod(input.shape[2:]))
     # The native operator reads parameters as if they were contiguous.
-    weight, bias = (
-        p if p is None else p.contiguous() for p in (to(a.weight, acc), to(a.bias, acc))
-    )
+    weight, bias = (p if p is None else p.to(acc).contiguous() for p in (a.weight, a.bias))
     z, mean, rstd = _aten.native_group_norm(input.to(acc), weight, bias, *sizes, groups, a.eps)
     return epilogue(a, z), mean, rstd
 
 
-FAMILY = Family(
+class Groups(Family):
+    """Groups of channels, whose results lie as input does."""
+
+    folds = True
+    keeps_order = True
+
+    def statistics(self, a: Any) -> Any:
+        return a.input.shape[0], a.num_groups
+
+    def in_onnx(self, a: Any, is_tracing: bool) -> Tensor:
+        dtypes = {t.dtype for t in (a.input, *a[2:6]) if t is not None}
+        acc = a.input.dtype if a.is_plain and len(dtypes) == 1 else acc_dtype(a.input.dtype)
+        weight, bias = to(a.weight, acc), to(a.bias, acc)
+        return epilogue(a, torch.group_norm(a.input.to(acc), a.num_groups, weight, bias, a.eps))
+
+
+FAMILY = Groups(
     "group_norm",
     arguments.check_group_norm,
     formula,
     load.operators.group_norm_backward.default,
-    statistics=lambda a: (a.input.shape[0], a.num_groups),
-    folds=True,
-    keeps_order=True,
 )
-implement_forward(FAMILY)
-_gradients = gradients(FAMILY.backward, lambda b, once: _of(b, b.x, once))
-implement_backward(FAMILY.backward, _gradients, FAMILY)
+implement(FAMILY)

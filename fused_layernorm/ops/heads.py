@@ -1,55 +1,176 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators qk_norm_rope and qk_norm_rope_backward: their Python half.
+"""Norm and rotation of heads: the operators qk_norm_rope and qk_norm_rope_backward.
 
-head_formulas.py computes them off CUDA, csrc/bindings/cuda/heads.cpp has them on CUDA.
+q and k are (batch, positions, heads, columns), or (batch, heads, positions, columns) with
+seq_dim=2. Each row, the last dimension, is normalized and rotated; csrc/bindings/schemas.cpp
+says what the operators give.
 
 A rotation is linear and its transpose is the reverse rotation, so a rotation alone (statistic None)
 is differentiated by the forward operator itself, any number of times. The norm's gradients come
 from qk_norm_rope_backward; where they are to be differentiated, and where cos or sin asks for a
-gradient, PyTorch differentiates `formula`.
+gradient, PyTorch differentiates the formula.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from . import autograd, head_formulas, load
-from .family import implement
-from .head_formulas import BackwardArguments, HeadArguments, check, dense_like, sides, with_k
+from . import arguments, autograd, load
+from .arguments import name_of
+from .family import Family, implement
+from .formulas import acc_dtype, affine, call_of, normalized, shifted, to
 from .vmap import folded, one_by_one, to_front
+
+STATISTICS = (*arguments.STATISTICS, None)
+MOST_KERNEL_COLS = load.operators._limit("head_cols")
 
 qk_norm_rope = load.operators.qk_norm_rope.default
 qk_norm_rope_backward = load.operators.qk_norm_rope_backward.default
 
-# ---- Fakes. As with norms, backward's arguments are not checked here.
+HeadArguments = call_of(qk_norm_rope)  # one call of qk_norm_rope
+BackwardArguments: Any = call_of(qk_norm_rope_backward)
 
 
-def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    a = HeadArguments(*args)
-    check(a)
-    return with_k(a, tuple(dense_like(x) for _, x, *_ in sides(a)))
+def wanted(b: Any) -> list[str]:
+    """The names of the tensors whose gradients a backward call asks for; of a result without a
+    gradient no parameter has one."""
+    sides = [side for side in "qk" if getattr(b, f"d{side}_out") is not None]
+    weights = [f"{side}_weight" for side in sides * b.needs_dweight]
+    biases = [f"{side}_bias" for side in sides * b.needs_dbias]
+    return [n for n in ("qkv", "q", "k", *weights, *biases) if getattr(b, n, None) is not None]
 
 
-def _fake_backward(*args: Any) -> Any:
-    b = BackwardArguments(*args)
-    named = ((name, getattr(b, name)) for name in head_formulas.wanted(b))
-    found = {n: dense_like(t) if t.dim() == 4 else t.new_empty(t.shape) for n, t in named}
-    return head_formulas.results(b, found)
+def name_gradients(Call: Any) -> None:
+    """Says of the calls of a backward operator whose gradients it gives, in their order."""
+    tensors = ("qkv", "q", "k", "q_weight", "k_weight", "q_bias", "k_bias")
+    Call.differentiated = tuple(name for name in tensors if name in Call._fields)
+    Call.wanted = property(wanted)
 
 
-# ---- Derivatives.
+name_gradients(BackwardArguments)
+
+# Functions and no properties, which Dynamo of torch 2.10 does not read.
+
+
+def sides(a: Any) -> list[tuple[str, Tensor, Tensor | None, Tensor | None]]:
+    """The name, tensor, weight and bias of q and, where it is there, of k."""
+    found = [("q", a.q, a.q_weight, a.q_bias)]
+    if a.k is not None:
+        found.append(("k", a.k, a.k_weight, a.k_bias))
+    return found
+
+
+def has_kernel(x: Tensor, cos: Tensor | None) -> bool:
+    """Whether there are kernels for rows such as those of x."""
+    cols = x.shape[3]
+    return (
+        x.dtype is not torch.float64
+        and 0 < cols <= MOST_KERNEL_COLS
+        and cols % 2 == 0
+        and (cos is None or cos.dtype in (x.dtype, torch.float32))
+    )
+
+
+# ---- The computation in PyTorch's operators.
+
+
+def _angles(a: Any, angles: Tensor, acc: torch.dtype) -> Tensor:
+    """cos or sin of each pair, of the dimensions of q and k."""
+    if angles.shape[-1] != a.rotary_dim // 2:
+        angles = angles[..., ::2] if a.interleaved else angles[..., : a.rotary_dim // 2]
+    return angles.to(acc).unsqueeze(-2 if a.seq_dim == 1 else -3)
+
+
+def rotate(a: Any, z: Tensor) -> Tensor:
+    """z with its first rotary_dim columns rotated, in z's dtype."""
+    if a.cos is None or a.sin is None:
+        return z
+    cos, sin = _angles(a, a.cos, z.dtype), _angles(a, a.sin, z.dtype)
+    if a.inverse:
+        sin = -sin
+    turned = z[..., : a.rotary_dim]
+    if a.interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = turned.chunk(2, -1)
+    pairs = (first * cos - second * sin, second * cos + first * sin)
+    found = torch.stack(pairs, -1).flatten(-2) if a.interleaved else torch.cat(pairs, -1)
+    return found if a.rotary_dim == z.shape[-1] else torch.cat((found, z[..., a.rotary_dim :]), -1)
+
+
+def _normalize(a: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The norm's result of one of q and k, in the arithmetic's dtype."""
+    acc = acc_dtype(x.dtype)
+    xhat = normalized(a, x.to(acc), 1)[1]
+    rounds = a.round_before_weight and weight is not None
+    z = xhat.to(x.dtype).to(acc) if rounds else xhat
+    z = affine(z, shifted(weight, a.weight_offset, acc), to(bias, acc))
+    return z.to(x.dtype).to(acc) if rounds else z
+
+
+def has_rows(x: Tensor) -> bool:
+    """Whether rows are contiguous, and no two of them in one place."""
+    return x.stride(3) == 1 and all(x.shape[d] <= 1 or x.stride(d) != 0 for d in range(3))
+
+
+def dense_like(x: Tensor) -> Tensor:
+    """The layout of a result: x's order of dimensions, where x has rows; else contiguous."""
+    if has_rows(x):
+        return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def formula(a: Any, once: bool = False) -> tuple[Tensor, ...]:
+    """The results of a call of either operator, which PyTorch differentiates any number of times:
+    without k, q's alone. Backward has no rounding of xhat: it counts as the identity."""
+    found = []
+    for _, x, weight, bias in sides(a):
+        z = x.to(acc_dtype(x.dtype))
+        if a.statistic is not None:
+            z = _normalize(a, x, weight, bias)
+        found.append(rotate(a, z).to(x.dtype))
+    return tuple(found)
+
+
+# ---- The family.
+
+
+class Heads(Family):
+    """One forward operator, of q and k or of the tensor that holds them."""
+
+    def without_statistics(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return found if len(found) > 1 else (*found, found[0].new_empty(0))
+
+    def computed(self, a: Any) -> tuple[Tensor, ...]:
+        pairs = zip(self.formula(a), self.empty(a), strict=False)
+        return tuple(y if y.stride() == z.stride() else z.copy_(y) for y, z in pairs)
+
+    def empty(self, a: Any) -> tuple[Tensor, ...]:
+        return tuple(dense_like(x) for _, x, *_ in sides(a))
+
+    def order_of(self, b: Any, name: str) -> Tensor | None:
+        return dense_like(getattr(b, name)) if name in ("q", "k") else None
+
+    def differentiable(self, a: Any) -> Any:
+        return None if a[0].dtype in arguments.HALF else super().differentiable(a)
+
+    def is_by_formula(self, a: Any) -> bool:
+        return autograd.in_forward_mode() or autograd.needs_grad(a.cos, a.sin)
+
+    def vmap(self, operator: OpOverload, formula: Any, always: bool = False) -> Any:
+        return _vmap if operator is qk_norm_rope else functools.partial(one_by_one, operator)
 
 
 class _Forward(autograd.Function):
     """q_out and k_out of qk_norm_rope; without k, q_out alone."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+    def forward(ctx: Any, keyset: Any, family: Family, *args: Any) -> Any:
         a = HeadArguments(*args)
         with autograd.lower_levels():
             found = autograd.redispatch(qk_norm_rope, keyset, *a)
@@ -58,16 +179,16 @@ class _Forward(autograd.Function):
         tensors = a[:6] if a.statistic is not None else (None,) * 6
         ctx.save_for_backward(*tensors, a.cos, a.sin)
         ctx.options = a[8:]
-        return found if a.k is not None else found[0]
+        return found if a.k is not None else found[:1]
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None = None) -> Any:
         a: Any = HeadArguments(*ctx.saved_tensors, *ctx.options)
-        needs: Any = HeadArguments(*ctx.needs_input_grad[1:])
+        needs: Any = HeadArguments(*ctx.needs_input_grad[2:])
         # A side without a gradient is left out: where q has none, k takes its place.
         present = [side for side, dy in enumerate((dq, dk)) if dy is not None]
         if not present:
-            return (None,) * (1 + len(needs))
+            return (None,) * (2 + len(needs))
 
         def of(pair: Any) -> Any:
             return (*(pair[side] for side in present), None)[:2]
@@ -86,18 +207,7 @@ class _Forward(autograd.Function):
             for i in (0, 2, 4):  # of x, weights and biases
                 if needs[i + side]:
                     gradients[i + side] = found[i + place]
-        return (None, *gradients)
-
-
-def _autograd(keyset: Any, *args: Any) -> Any:
-    a = HeadArguments(*args)
-    if autograd.in_forward_mode() or autograd.needs_grad(a.cos, a.sin):
-        check(a)
-        return head_formulas.by_formula(a)
-    if autograd.needs_grad(*a[:6]):
-        found = autograd.apply(_Forward, keyset, *a)
-        return found if a.k is not None else with_k(a, (found,))
-    return autograd.redispatch(qk_norm_rope, keyset, *args)
+        return (None, None, *gradients)
 
 
 # ---- vmap: the batch is part of the first dimension. Parameters of samples are served one by one.
@@ -131,23 +241,113 @@ def _vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     return tuple(_unfolded(y, size) for y in qk_norm_rope(*call)), (0, 0)
 
 
-def register(
-    operator: OpOverload,
-    implementation: Callable[..., Any],
-    without_data: Callable[..., Any],
-    of_autograd: Callable[..., Any],
-    vmap: Callable[..., Any] | None = None,
-) -> None:
-    """vmap: the operator's rule, by default one call for each sample."""
-    rule = vmap or functools.partial(one_by_one, operator)
-    implement(operator, implementation, without_data, rule)
-    load.library.impl(operator._opname, of_autograd, "Autograd", with_keyset=True)
+# ---- What a call must satisfy.
 
 
-register(qk_norm_rope, head_formulas.composite_forward, _fake, _autograd, _vmap)
-register(
-    qk_norm_rope_backward,
-    head_formulas.composite_backward,
-    _fake_backward,
-    autograd.backward_autograd(qk_norm_rope_backward, head_formulas.backward_by_formula),
-)
+def check(a: Any) -> None:
+    """Raises, with one sentence, if the operators cannot take these arguments.
+
+    Without k, the names are those of norm_rope.
+    """
+    q = "input" if a.k is None else "q"
+    if a.statistic not in STATISTICS:
+        raise ValueError(f"expected statistic 'rms', 'layer' or None, got {a.statistic!r}")
+    for side, x, weight, bias in sides(a):
+        name, prefix = (q, "") if a.k is None else (side, f"{side}_")
+        arguments.check_tensor(name, x)
+        if x.dim() != 4:
+            expected = (
+                "of four dimensions, (batch, positions, heads, columns) or with seq_dim=2 (batch, "
+                "heads, positions, columns)"
+            )
+            raise arguments.shape_error(name, expected, x)
+        if side == "k":
+            _check_beside_q(a, x)
+        for what, parameter in ((f"{prefix}weight", weight), (f"{prefix}bias", bias)):
+            if parameter is None:
+                continue
+            arguments.check_tensor(what, parameter)
+            if a.statistic is None:
+                raise ValueError(f"expected no {what} beside statistic None, got one")
+            if parameter.shape != x.shape[3:]:
+                expected = f"of shape {[x.shape[3]]}, the size of a head"
+                raise arguments.shape_error(what, expected, parameter)
+            _check_beside(what, parameter, q, a.q)
+        if a.weight_offset != 0 and a.statistic is not None and weight is None:
+            raise ValueError(
+                f"expected a {prefix}weight beside weight_offset {a.weight_offset}, got none"
+            )
+    if a.k is None and (a.k_weight is not None or a.k_bias is not None):
+        raise ValueError("expected k beside k_weight and k_bias, got none")
+    if a.weight_offset != 0 and a.statistic is None:
+        raise ValueError(f"expected no weight_offset beside statistic None, got {a.weight_offset}")
+    arguments.check_statistic("rms", a.weight_offset, a.q_weight)
+    _check_angles(a)
+
+
+def _check_beside_q(a: Any, k: Tensor) -> None:
+    q = a.q
+    arguments.check_device("k", k, "q", q)
+    if k.dtype != q.dtype:
+        raise RuntimeError(f"expected k of q's dtype, {name_of(q.dtype)}, got {name_of(k.dtype)}")
+    heads = 3 - a.seq_dim
+    same = [d for d in range(4) if d != heads]
+    if any(k.shape[d] != q.shape[d] for d in same):
+        raise RuntimeError(
+            f"expected q and k that differ only in dimension {heads}, their heads, "
+            f"got shapes {list(q.shape)} and {list(k.shape)}"
+        )
+
+
+def _check_beside(name: str, tensor: Tensor, q: str, of: Tensor, *others: torch.dtype) -> None:
+    """Raises unless a tensor goes with q, by device and dtype; it may also be of other dtypes."""
+    arguments.check_device(name, tensor, q, of)
+    if tensor.dtype is of.dtype or tensor.dtype in others:
+        return
+    allowed = [*dict.fromkeys((*arguments.beside(of.dtype), *others))]
+    if tensor.dtype not in allowed:
+        raise arguments.dtype_error(name, tensor, allowed, q, [of.dtype])
+
+
+def _check_angles(a: Any) -> None:
+    cos, sin = a.cos, a.sin
+    if (cos is None) != (sin is None):
+        given, other = ("sin", "cos") if cos is None else ("cos", "sin")
+        raise ValueError(f"expected {other} beside {given}, got None")
+    if cos is None or sin is None:
+        if a.statistic is None:
+            raise ValueError("expected cos and sin beside statistic None, got neither")
+        return
+    batch, positions, cols = a.q.shape[0], a.q.shape[a.seq_dim], a.q.shape[3]
+    rotary = a.rotary_dim
+    if rotary % 2 != 0 or not 0 < rotary <= cols:
+        raise ValueError(
+            f"expected rotary_dim to be an even number from 2 to {cols}, the size of a head, "
+            f"got {rotary}"
+        )
+    for name, angles in (("cos", cos), ("sin", sin)):
+        arguments.check_tensor(name, angles)
+        shape = list(angles.shape)
+        fits = (
+            angles.dim() in (2, 3)
+            and shape[-2] == positions
+            and shape[-1] in (rotary // 2, rotary)
+            and (angles.dim() == 2 or shape[0] in (1, batch))
+        )
+        if not fits:
+            expected = (
+                f"of shape (positions, n) or (batch, positions, n), with {positions} positions, "
+                f"batch {batch}{'' if batch == 1 else ' or 1'}, and n {rotary // 2} or {rotary}"
+            )
+            raise arguments.shape_error(name, expected, angles)
+        _check_beside(name, angles, "input" if a.k is None else "q", a.q, torch.float32)
+    if cos.shape[-1] != sin.shape[-1] or cos.dtype != sin.dtype:
+        raise RuntimeError(
+            "expected cos and sin of one dtype and one last size, got "
+            f"{name_of(cos.dtype)} {list(cos.shape)} and {name_of(sin.dtype)} {list(sin.shape)}"
+        )
+
+
+Heads.node = _Forward
+FAMILY = Heads("qk_norm_rope", check, formula, qk_norm_rope_backward)
+implement(FAMILY)

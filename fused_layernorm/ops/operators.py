@@ -11,14 +11,15 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from torch._ops import OpOverload
+from torch import Tensor
 
-from . import load
+from . import arguments, autograd, formulas, load
+from .family import AUTOGRAD, GRADIENTS, Family, gradients, implement_backward, implement_forward
 
 TENSORS = ("input", "residual", "gate", "shift", "scale", "weight", "bias")
 
 
-class Arguments(load.Record):
+class Arguments(formulas.Record):
     """One call of a norm: what a function describes once, by `describe`, and all layers below read.
 
     The fields are the arguments of the operators' schemas (csrc/call/schemas.h), by name; what an
@@ -31,7 +32,7 @@ class Arguments(load.Record):
         *dict.fromkeys(
             name
             for operator in (load.operators.add_ada_layer_norm, load.operators.layer_norm)
-            for name in load.fields_of(operator.default)
+            for name in formulas.fields_of(operator.default)
             if name not in TENSORS
         ),
         # The one dimension to normalize over, in place of the last ones. The operators do not know
@@ -49,7 +50,9 @@ def _maker() -> str:
     """The source of `describe`: of a function that takes the place of the class's constructor, in
     half its time."""
     defaults = {"normalized_ndim": 1, "eps": 1e-5, "dim": None}
-    given = [f"{n}={defaults.get(n, getattr(load.Record, n, None))!r}" for n in Arguments._fields]
+    given = [
+        f"{n}={defaults.get(n, getattr(formulas.Record, n, None))!r}" for n in Arguments._fields
+    ]
     lines = [f"def describe({', '.join(given).replace('input=None', 'input')}):"]
     lines += ["    a = Arguments()", *(f"    a.{name} = {name}" for name in Arguments._fields)]
     return "\n".join([*lines, "    return a"])
@@ -65,22 +68,108 @@ else:
 values: Callable[[Arguments], tuple[Any, ...]] = attrgetter(*Arguments._fields)
 
 
-class Operator:
-    """An operator, whose arguments are those of a description by name."""
+def _caller(of: Family) -> Callable[[Arguments], Any]:
+    """The call of an operator, of what is described, that takes the host least time.
 
-    def __init__(self, name: str) -> None:
-        self.name = name  # without the namespace, as torch.library takes it
-        self.overload: OpOverload = getattr(load.operators, name).default
-        self.fields = load.fields_of(self.overload)
-        # The arguments of a description, in the order of the schema.
-        self.lay_out: Callable[[Arguments], tuple[Any, ...]] = attrgetter(*self.fields)
+    It is written out from the schema. Arguments that have their defaults, all of them or all from
+    the statistic on, are not given: they would cost a microsecond.
+    """
+    schema, fields = of.plain._schema.arguments, [f"a.{name}" for name in of.fields]
+
+    def have_defaults(first: int) -> str:
+        options = zip(fields[first:], schema[first:], strict=True)
+        return " and ".join(
+            f"{field} {'is' if a.default_value is None else '=='} {a.default_value!r}"
+            for field, a in options
+        )
+
+    def call(count: int) -> str:
+        return f"op({', '.join(fields[:count])})"
+
+    optional = sum(not a.has_default_value() for a in schema)
+    statistic = of.fields.index("statistic")
+    source = (
+        f"lambda a: {call(len(fields))} if not ({have_defaults(statistic)}) else "
+        f"{call(optional)} if {have_defaults(optional)} else {call(statistic)}"
+    )
+    return eval(source, {"op": of.plain._op})
 
 
+class Rows(Family):
+    """The norms of rows: LayerNorm, or RMSNorm, with what `Arguments` has beside it."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.call = _caller(self)  # type: ignore[method-assign, assignment]
+
+    def in_onnx(self, a: Any, is_tracing: bool) -> Any:
+        """The norm itself where nothing is fused to it. By tracing there is no rms_norm, nor a
+        layer_norm over sizes that are traced."""
+        dtypes = {tensor.dtype for tensor in (a.input, a.weight, a.bias) if tensor is not None}
+        is_plain = a.is_plain and not a.is_rms and not a.keeps_order
+        if is_plain and len(dtypes) == 1 and not is_tracing:
+            return formulas.norm_of(a, a.input)
+        return super().in_onnx(a, is_tracing)
+
+
+# The operators for calls by whether they are modulated, and then by whether there is a residual.
 LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM = FORWARD = tuple(
-    map(Operator, ("layer_norm", "add_layer_norm", "ada_layer_norm", "add_ada_layer_norm"))
+    Rows(
+        name,
+        arguments.check,
+        formulas.rows,
+        load.ada_layer_norm_backward if "ada" in name else load.layer_norm_backward,
+        load.add_ada_layer_norm_backward if name == "add_ada_layer_norm" else None,
+    )
+    for name in ("layer_norm", "add_layer_norm", "ada_layer_norm", "add_ada_layer_norm")
 )
 
 
-def operator_of(a: Arguments) -> Operator:
+def operator_of(a: Arguments) -> Family:
     """The operator for a call."""
     return FORWARD[2 * a.is_modulated + (a.residual is not None)]
+
+
+def _of_gate(b: Any, once: bool) -> tuple[Tensor]:
+    """The product of input and gate, of which gate_backward has the gradient."""
+    acc = formulas.acc_dtype(b.dresidual_out.dtype, b.input.dtype, b.gate.dtype)
+    return ((b.input.to(acc) * b.gate.to(acc)).to(b.dresidual_out.dtype),)
+
+
+_PLAIN, _MODULATED = load.layer_norm_backward, load.ada_layer_norm_backward
+_GATED, _GATE = load.add_ada_layer_norm_backward, load.gate_backward
+_OfNorm, _OfBoth = formulas.call_of(_MODULATED), formulas.call_of(_GATED)
+
+
+def _in_turn(of_norm: Any, of_gate: Any) -> Any:
+    """add_ada_layer_norm_backward as the two operators whose work it does."""
+
+    def implementation(*args: Any) -> tuple[Tensor, ...]:
+        g = _OfBoth(*args)
+        needs_gate = g.needs_dinput or g.needs_dgate
+        norm = g._replace(needs_dx=g.needs_dx or needs_gate)
+        dx, *others = of_norm(*(getattr(norm, name) for name in _OfNorm._fields))
+        gates: Any = (g.input.new_empty((0,)), g.gate.new_empty((0,)))
+        if needs_gate:
+            gates = of_gate(dx, g.input, g.gate, g.needs_dinput, g.needs_dgate)
+        return dx if g.needs_dx else g.x.new_empty((0,)), *gates, *others
+
+    return implementation
+
+
+_operators_in_turn = _in_turn(_MODULATED, _GATE)
+
+
+def _autograd(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
+    if autograd.in_forward_mode() or autograd.needs_grad(*args):
+        return _operators_in_turn(*args)
+    return autograd.redispatch(_GATED, keyset, *args)
+
+
+for _family in FORWARD:
+    implement_forward(_family)
+for _operator in (_PLAIN, _MODULATED):
+    implement_backward(_operator, gradients(_operator, formulas.rows), ADD_ADA_LAYER_NORM)
+implement_backward(_GATE, gradients(_GATE, _of_gate), ADD_ADA_LAYER_NORM)
+implement_backward(_GATED, _in_turn(GRADIENTS[_MODULATED], GRADIENTS[_GATE]), ADD_ADA_LAYER_NORM)
+AUTOGRAD[_GATED] = _autograd

@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 
 from ..integrations.after_import import after_import
-from . import arguments, autograd, head_formulas, load
-from .head_formulas import HeadArguments, dense_like, formula, has_rows, results, wanted
-from .heads import qk_norm_rope, register
+from . import arguments, autograd, heads, load
+from .family import AUTOGRAD, implement
+from .formulas import call_of
+from .heads import HeadArguments, dense_like, has_rows, qk_norm_rope
 
 qkv_norm_rope = load.operators.qkv_norm_rope.default
 qkv_norm_rope_backward = load.operators.qkv_norm_rope_backward.default
 
-PackedArguments = load.call_of(qkv_norm_rope)
-PackedBackward: Any = load.call_of(qkv_norm_rope_backward)
+PackedArguments = call_of(qkv_norm_rope)
+heads.name_gradients(call_of(qkv_norm_rope_backward))
 
 # ---- The parts. p is a call of either operator.
 
@@ -53,70 +54,38 @@ def part(p: Any, which: int) -> Tensor:
 
 
 def of_parts(p: Any) -> Any:
-    """The call of qk_norm_rope."""
-    return HeadArguments(part(p, 0), part(p, 1), *p[1:14], False)
+    """The call of qk_norm_rope. Backward has no rounding: it counts as the identity."""
+    first = p._fields.index("q_weight")
+    given = (*p[first : first + 11], p.round_before_weight, p.interleaved, False)
+    return HeadArguments(part(p, 0), part(p, 1), *given)
 
 
 def check(p: Any) -> None:
     """Raises, with one sentence, if the operator cannot take these arguments."""
     arguments.check_tensor("qkv", p.qkv)
-    head_formulas.check(of_parts(p))
+    heads.check(of_parts(p))
 
 
-def composite(*args: Any) -> tuple[Tensor, Tensor]:
-    p = PackedArguments(*args)
-    pairs = zip(head_formulas.composite_forward(*of_parts(p)), _like(p), strict=True)
-    return tuple(y if y.stride() == z.stride() else z.copy_(y) for y, z in pairs)  # type: ignore[return-value]
-
-
-def _like(p: Any) -> tuple[Tensor, Tensor]:
-    """Empty tensors of the results' layout: as of q and k whose heads follow each other."""
-    p = p if has_rows(p.qkv) else p._replace(qkv=p.qkv.contiguous())
-    q, k = part(p, 0), part(p, 1)
-    if p.by_head and q.shape[3 - p.seq_dim] != k.shape[3 - p.seq_dim]:
-        q = part(p._replace(by_head=False), 0)
-    return dense_like(q), dense_like(k)
-
-
-def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    p = PackedArguments(*args)
-    check(p)
-    return _like(p)
-
-
-def by_formula(p: Any) -> tuple[Tensor, ...]:
+def formula(p: Any, once: bool = False) -> tuple[Tensor, ...]:
     """q, k and v in PyTorch's operators, which differentiate them any number of times."""
-    return *formula(of_parts(p)), part(p, 2)
+    return *heads.formula(of_parts(p)), part(p, 2)
 
 
-# ---- Backward.
+class Packed(heads.Heads):
+    def without_statistics(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return found[:2]  # without v
 
+    def empty(self, a: Any) -> tuple[Tensor, ...]:
+        """As of q and k whose heads follow each other."""
+        p = a if has_rows(a.qkv) else a._replace(qkv=a.qkv.contiguous())
+        q, k = part(p, 0), part(p, 1)
+        if p.by_head and q.shape[3 - p.seq_dim] != k.shape[3 - p.seq_dim]:
+            q = part(p._replace(by_head=False), 0)
+        return dense_like(q), dense_like(k)
 
-def _empty(b: Any) -> Tensor:
-    some: Tensor = next(dy for dy in b[:3] if dy is not None)
-    return some.new_empty_strided(b.size, b.stride)
-
-
-def gradients(*args: Any) -> tuple[Tensor, ...]:
-    """What qkv_norm_rope_backward gives, but for the order of memory."""
-    b = PackedBackward(*args)
-    if b.qkv is None:  # a rotation alone is linear
-        b = b._replace(qkv=torch.zeros_like(_empty(b)))
-    return head_formulas.gradients(qkv_norm_rope, by_formula, b)
-
-
-def _composite_backward(*args: Any) -> tuple[Tensor, ...]:
-    b = PackedBackward(*args)
-    arguments.check_tensors(b)
-    with torch.no_grad():
-        dqkv, *others = gradients(*args)
-    return _empty(b).copy_(dqkv), *(t.contiguous() for t in others)
-
-
-def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
-    b = PackedBackward(*args)
-    named = {name: torch.empty_like(getattr(b, name)) for name in wanted(b)}
-    return results(b, {**named, "qkv": _empty(b)})
+    def order_of(self, b: Any, name: str) -> Tensor | None:
+        some: Tensor = next(dy for dy in b.grads if dy is not None)
+        return some.new_empty_strided(b.size, b.stride) if name == "qkv" else None
 
 
 # ---- Autograd.
@@ -188,10 +157,7 @@ def _allow_in_graph() -> None:
 
 _FAILURE = f"fused_layernorm's qkv_norm_rope breaks graphs under torch {torch.__version__}"
 after_import("torch._dynamo", _allow_in_graph, _FAILURE)
-register(qkv_norm_rope, composite, _fake, _autograd)
-register(
-    qkv_norm_rope_backward,
-    _composite_backward,
-    _fake_backward,
-    autograd.backward_autograd(qkv_norm_rope_backward, gradients),
-)
+
+FAMILY = Packed("qkv_norm_rope", check, formula, qkv_norm_rope_backward)
+implement(FAMILY)
+AUTOGRAD[qkv_norm_rope] = _autograd

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from . import load
-from .formulas import acc_dtype, complete
+from .formulas import acc_dtype, call_of, complete
 
 _SHARED = ("weight", "bias")
 
@@ -46,7 +45,7 @@ def vmap_of(
 ) -> Callable[..., Any]:
     """The rule of an operator. formula: the same of parameters that broadcast; with `always` it
     takes every call."""
-    Call = load.call_of(operator)
+    Call = call_of(operator)
     is_backward = bool(Call.differentiated)
     broadcast = (*_SHARED, "shift", "scale", *(["gate"] if family.gated_backward else []))
 
