@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .calls import norm, plain
 from .gated import norm_in_groups
-from .ops.arguments import given, rms_eps
+from .ops.arguments import check_tensor, rms_eps
 from .ops.operators import describe
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -167,7 +167,7 @@ def add_layer_norm(
     The other arguments and the errors are those of :func:`layer_norm`.
     """
     a = describe(
-        input, given(residual), gate, weight=weight, bias=bias, eps=eps, activation=activation,
+        input, _given(residual), gate, weight=weight, bias=bias, eps=eps, activation=activation,
         output_scale=scale, out_dtype=out_dtype,
     )  # fmt: skip
     return norm(a, normalized_shape)
@@ -194,7 +194,7 @@ def add_rms_norm(
     and the errors are those of :func:`rms_norm`.
     """
     a = describe(
-        input, given(residual), gate, weight=weight, bias=bias, eps=rms_eps(eps, residual),
+        input, _given(residual), gate, weight=weight, bias=bias, eps=rms_eps(eps, residual),
         activation=activation, output_scale=scale, out_dtype=out_dtype, statistic="rms",
         weight_offset=weight_offset, round_before_weight=round_before_weight,
     )  # fmt: skip
@@ -277,7 +277,14 @@ def add_ada_layer_norm(
     The other arguments and the errors are those of :func:`ada_layer_norm`.
     """
     a = describe(
-        input, given(residual), gate, shift, scale, weight, bias, eps=eps, out_dtype=out_dtype,
+        input, _given(residual), gate, shift, scale, weight, bias, eps=eps, out_dtype=out_dtype,
         statistic=statistic,
     )  # fmt: skip
     return norm(a, normalized_shape, default=1)
+
+
+def _given(residual: Tensor) -> Tensor:
+    """The residual of a function that needs one. An operator's description may have none."""
+    if residual is None:
+        check_tensor("residual", residual)
+    return residual

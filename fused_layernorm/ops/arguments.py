@@ -62,13 +62,6 @@ def check_tensor(name: str, tensor: Any) -> None:
         )
 
 
-def given(residual: Any) -> Any:
-    """The residual of a function that needs one. An operator's description may have none."""
-    if residual is None:
-        check_tensor("residual", residual)
-    return residual
-
-
 def check_tensors(call: Any) -> None:
     """`check_tensor` of all tensors of a call."""
     for name, value in call._asdict().items():

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._prims_common import compute_elementwise_output_strides
 
 from . import arguments, autocast, autograd, fallback, formulas, load
-from .formulas import acc_dtype, complete, results
+from .formulas import acc_dtype, complete, like, results
 from .vmap import vmap_of
 
 Outputs = tuple[Tensor, ...]
@@ -200,16 +199,6 @@ def without_kernel(operator: OpOverload, family: Family) -> Callable[..., Output
         return tuple(map(own, b.differentiated, found))
 
     return laid
-
-
-def like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
-    """An empty tensor of x's shape, contiguous or in the strides of torch.empty_like(x)."""
-    if not keeps_order:
-        return x.new_empty(x.shape, dtype=dtype)
-    if type(x) is Tensor and not x.is_meta:
-        return torch.empty_like(x, dtype=dtype)
-    # A fake torch.empty_like loses the strides of dimensions of size 1, which the real one keeps.
-    return x.new_empty_strided(x.shape, compute_elementwise_output_strides(x), dtype=dtype)
 
 
 def fake_backward(operator: OpOverload, family: Family) -> Callable[..., Outputs]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import compute_elementwise_output_strides
 from torch.autograd import forward_ad
 
 from . import load
@@ -223,6 +224,16 @@ def add(input: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
     acc = acc_dtype(input.dtype, residual.dtype, gate.dtype)
     total = torch.addcmul(residual.to(acc), gate.to(acc), input.to(acc))
     return total.to(residual.dtype).contiguous()
+
+
+def like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
+    """An empty tensor of x's shape, contiguous or in the strides of torch.empty_like(x)."""
+    if not keeps_order:
+        return x.new_empty(x.shape, dtype=dtype)
+    if type(x) is Tensor and not x.is_meta:
+        return torch.empty_like(x, dtype=dtype)
+    # A fake torch.empty_like loses the strides of dimensions of size 1, which the real one keeps.
+    return x.new_empty_strided(x.shape, compute_elementwise_output_strides(x), dtype=dtype)
 
 
 def computed(formula: Any, a: Any, keeps_order: bool) -> tuple[Tensor, ...]:
