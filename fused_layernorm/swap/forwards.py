@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..functional import layer_norm
-from ..modules import FusedLayerNorm, is_bare
+from ..modules import FusedLayerNorm
 from ..ops.arguments import HALF
 from ..stock import are_supported, dtypes_are_supported
 from .classes import Forward, forward_of, is_fused, must_be_called
@@ -192,14 +192,18 @@ OF_ATTRIBUTES[of_layer_norm] = ""
 def result_of(module: Any) -> str | None:
     """The dtype of a norm's result, as `norm` takes it, if a call of the module computes
     F.layer_norm of its attributes and runs nothing else; None if it may not."""
-    forward = forward_of(type(module))
-    is_ours = type(module).forward is FusedLayerNorm.forward and is_bare(module)
-    if not (is_ours or forward in OF_ATTRIBUTES) or getattr(module, "_fast_norm", False):
+    cls, result = type(module), ""
+    if cls.forward is FusedLayerNorm.forward:
+        if module.activation is not None or module.scale != 1.0 or module.out_dtype is not None:
+            return None
+    else:
+        found = OF_ATTRIBUTES.get(forward_of(cls))
+        if found is None or module.__dict__.get("_fast_norm", False):
+            return None
+        result = found
+    if must_be_called(module) or not is_fused(module):
         return None
-    known = are_supported(parameter(module, "weight"), parameter(module, "bias"))
-    if not known or not is_fused(module) or must_be_called(module):
-        return None
-    return OF_ATTRIBUTES.get(forward, "")
+    return result if are_supported(parameter(module, "weight"), parameter(module, "bias")) else None
 
 
 def weight_plus_one_outside_autocast(self: Any, input: Tensor) -> Tensor | None:

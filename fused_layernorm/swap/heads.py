@@ -117,22 +117,25 @@ _Norm = tuple[Tensor | None, Tensor | None, float, str, rms.Variant]
 def _norm_of(module: Any, x: Tensor) -> _Norm | None:
     """The norm that a module computes of heads, if the kernel computes the same."""
     norm, bias, statistic = rms.norm_of(module, x), None, "rms"
-    is_layer = norm is None and result_of(module) == ""
-    if is_layer or (forward_of(type(module)) is rms.timm and not module._fast_norm):
-        if torch.is_autocast_enabled(x.device.type) or len(module.normalized_shape) != 1:
+    if norm is None:
+        is_layer = result_of(module) == ""
+        if not (is_layer or (forward_of(type(module)) is rms.timm and not module._fast_norm)):
+            return None
+        if torch.is_autocast_enabled(x.device.type) or (*module.normalized_shape,) != x.shape[3:]:
             return None
         bias, statistic = getattr(module, "bias", None), "layer" if is_layer else "rms"
         norm = rms.Norm(module.weight, module.eps, rms.PLAIN, rms.ONE)
-    if norm is None or type(norm.eps) is not float or must_be_called(module):
+    elif norm.weight is None:
         return None
-    given = [one for one in (norm.weight, bias) if one is not None]
-    dtypes = [norm.dtypes.get((x.dtype, one.dtype)) for one in given]
-    if not given or any(dtype is not x.dtype for dtype in dtypes):
-        return None
-    if any(one.shape != x.shape[3:] for one in given):
+    for one in (norm.weight, bias):
+        if one is not None and (
+            one.shape != x.shape[3:] or norm.dtypes.get((x.dtype, one.dtype)) is not x.dtype
+        ):
+            return None
+    if type(norm.eps) is not float or must_be_called(module) or not is_fused(module):
         return None
     found = norm.weight, bias, norm.eps, statistic, norm.variant
-    return found if are_supported(x, *given) and is_fused(module) else None
+    return found if are_supported(x, norm.weight, bias) else None
 
 
 def _arguments(

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ..functional import ada_layer_norm, layer_norm
 from ..ops.arguments import HALF, broadcasts
 from . import source
-from .forwards import matched, parameter, result_of
+from .classes import forward_of
+from .forwards import OF_ATTRIBUTES, matched, parameter, result_of
 from .rewrite import Rewriter, Rules, Template, attribute_of_self, postpone
 
 torch.fx.wrap("_modulated")
@@ -32,7 +33,7 @@ def _modulate(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, by default the norm's own."""
-    if dtype is None and result_of(norm):
+    if dtype is None and OF_ATTRIBUTES.get(forward_of(type(norm))):
         dtype = x.dtype
     parameters = parameter(norm, "weight"), parameter(norm, "bias")
     return _modulated(x, shift, scale, *parameters, norm.eps, norm.normalized_shape, dtype)
