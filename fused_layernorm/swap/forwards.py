@@ -19,8 +19,8 @@ from torch import Tensor
 from ..functional import layer_norm
 from ..modules import FusedLayerNorm
 from ..ops.arguments import HALF
-from ..stock import are_supported, dtypes_are_supported
-from .classes import Forward, forward_of, is_fused, must_be_called
+from ..stock import FORWARDS, LayerNorm, are_supported, dtypes_are_supported
+from .classes import Forward, forward_of, is_as_read, must_be_called
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
 # branches on dtypes or strides.
@@ -196,12 +196,14 @@ def result_of(module: Any) -> str | None:
     if cls.forward is FusedLayerNorm.forward:
         if module.activation is not None or module.scale != 1.0 or module.out_dtype is not None:
             return None
+        if module._is_swapped and LayerNorm.forward is not FORWARDS[LayerNorm]:
+            return None
     else:
         found = OF_ATTRIBUTES.get(forward_of(cls))
-        if found is None or module.__dict__.get("_fast_norm", False):
+        if found is None or module.__dict__.get("_fast_norm", False) or not is_as_read(cls):
             return None
         result = found
-    if must_be_called(module) or not is_fused(module):
+    if must_be_called(module):
         return None
     return result if are_supported(parameter(module, "weight"), parameter(module, "bias")) else None
 

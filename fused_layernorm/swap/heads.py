@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..heads import qk_norm_rope, qkv_norm_rope
 from ..stock import are_supported, has_kernels
 from . import packed, rewrite, rms, source
-from .classes import Known, forward_of, is_as_read, is_fused, must_be_called
+from .classes import Known, forward_of, is_as_read, must_be_called
 from .forwards import result_of
 from .rewrite import Rules, Template, attribute_of_self
 
@@ -116,7 +116,7 @@ _Norm = tuple[Tensor | None, Tensor | None, float, str, rms.Variant]
 
 def _norm_of(module: Any, x: Tensor) -> _Norm | None:
     """The norm that a module computes of heads, if the kernel computes the same."""
-    norm, bias, statistic = rms.norm_of(module, x), None, "rms"
+    norm, bias, statistic, is_layer = rms.norm_of(module, x), None, "rms", False
     if norm is None:
         is_layer = result_of(module) == ""
         if not (is_layer or (forward_of(type(module)) is rms.timm and not module._fast_norm)):
@@ -132,7 +132,9 @@ def _norm_of(module: Any, x: Tensor) -> _Norm | None:
             one.shape != x.shape[3:] or norm.dtypes.get((x.dtype, one.dtype)) is not x.dtype
         ):
             return None
-    if type(norm.eps) is not float or must_be_called(module) or not is_fused(module):
+    if type(norm.eps) is not float:
+        return None
+    if not is_layer and (must_be_called(module) or not is_as_read(type(module))):
         return None
     found = norm.weight, bias, norm.eps, statistic, norm.variant
     return found if are_supported(x, norm.weight, bias) else None
