@@ -603,7 +603,8 @@ def right_arguments(overload, device):
     """Right arguments of an operator, by the names of its schema."""
     name = overload._opname
     given = arguments_of(overload, calls_of(RIGHT[name], device)[name])
-    return {argument: value for argument, _, value in given}
+    detached = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
+    return {argument: value for argument, _, value in detached}
 
 
 @pytest.mark.gpu
