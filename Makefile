@@ -13,7 +13,7 @@
 #                         a registry, of CARRY_PYTHON
 
 PYTHON ?= python3
-CARRY ?= diffusers liger-kernel nvidia-cudnn-frontend fla-core einops expecttest
+CARRY ?= diffusers liger-kernel nvidia-cudnn-frontend fla-core einops
 CARRY_PYTHON ?= 3.12
 TORCH ?= torch==2.13.0
 JOBS ?= 2
