@@ -287,6 +287,17 @@ def test_inf_stays_outside_the_rotation(device):
     assert not y.isnan().any()
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotated_results_may_be_written_into(device, interleaved):
+    """Even those of no_grad, with gradients: they are no views."""
+    x, angles = torch.randn(2, 3, 4, 8, device=device), torch.randn(2, 3, 4, device=device)
+    with torch.no_grad():
+        q, k = qk_norm_rope(x, x, None, None, *angles, interleaved=interleaved)
+    factor = torch.ones(8, device=device, requires_grad=True)
+    assert [q._is_view(), k._is_view()] == [False, False]
+    assert q.mul_(factor).requires_grad
+
+
 def test_one_result_alone_has_a_gradient(device):
     c = of_heads(dtype=F32)
     t = make(c, device)

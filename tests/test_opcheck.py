@@ -158,6 +158,18 @@ def test_opcheck(device, problem):
             opcheck(operator, tuple(variant), test_utils="test_faketensor")
 
 
+def test_gradients_of_no_columns_and_of_absent_parameters(device):
+    """No gradient is dy itself, even without elements, and one of an absent tensor, if it is asked
+    for, is absent from a fake."""
+    x, statistic = torch.randn(0, device=device), torch.randn(1, device=device)
+    given = (x, 1, statistic, statistic, x.clone(), x.clone(), None, None, 1.0, *[True] * 3)
+    opcheck(ops.layer_norm_backward.default, (x.clone(), *given), test_utils="test_schema")
+    y, rows = torch.randn(2, 3, 8, device="meta"), torch.randn(3, 1, device="meta")
+    options = (None, None, None, None, None, True, True, True, False, False)
+    shapes = [each.shape for each in ops.ada_layer_norm_backward(*y, 1, rows, rows, *options)]
+    assert shapes == [(3, 8), *[(0,)] * 4]
+
+
 @pytest.mark.parametrize(
     ("shape", "groups"), [((2**16, 2**15), 2**15), ((1, 1, 2**30 + 1), 1)], ids=str
 )

@@ -187,9 +187,7 @@ def without_kernel(operator: OpOverload, family: Family) -> Callable[..., Output
 
         def own(name: str, gradient: Tensor) -> Tensor:
             """The gradient in its order of memory, and none itself of those that were given."""
-            if gradient.shape == (0,):
-                return gradient
-            ordered = family.order_of(b, name)
+            ordered = family.order_of(b, name) if gradient.shape != (0,) else None
             if ordered is not None:
                 is_laid = gradient.stride() == ordered.stride()
                 return gradient if is_laid else ordered.copy_(gradient)
@@ -212,7 +210,8 @@ def fake_backward(operator: OpOverload, family: Family) -> Callable[..., Outputs
 
     def implementation(*args: Any) -> Outputs:
         b = complete(Call(*args))
-        return results(b, {name: empty(b, name) for name in b.wanted})
+        wanted = [name for name in b.wanted if getattr(b, name) is not None]
+        return results(b, {name: empty(b, name) for name in wanted})
 
     return implementation
 

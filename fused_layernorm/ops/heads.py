@@ -147,8 +147,8 @@ class Heads(Family):
         return found if len(found) > 1 else (*found, found[0].new_empty(0))
 
     def computed(self, a: Any) -> tuple[Tensor, ...]:
-        pairs = zip(self.formula(a), self.empty(a), strict=False)
-        return tuple(y if y.stride() == z.stride() else z.copy_(y) for y, z in pairs)
+        # Copies, since interleaved rows are views: autograd refuses writing into one of no_grad.
+        return tuple(z.copy_(y) for y, z in zip(self.formula(a), self.empty(a), strict=False))
 
     def empty(self, a: Any) -> tuple[Tensor, ...]:
         return tuple(dense_like(x) for _, x, *_ in sides(a))
