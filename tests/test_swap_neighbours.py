@@ -269,6 +269,29 @@ def test_statements_keep_their_order(device, fused):
     assert new.calls == stock.calls
 
 
+class InPlace(NormAndAct):
+    """What stands between a norm and its activation writes into the norm's input."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def forward(self, x):
+        h = self.norm(x)
+        k = self.write(x)
+        h = self.act(h)
+        return self.act(self.norm(h)) + k
+
+
+@pytest.mark.parametrize("write", [nn.ReLU(inplace=True), lambda x: F.relu(x, True)])
+def test_a_norm_does_not_wait_for_what_may_write_into_its_input(write, device, fused):
+    stock, x = InPlace(write).to(device), torch.randn(X, device=device)
+    new = beside(stock)
+    with torch.no_grad():
+        torch.testing.assert_close(new(x.clone()), stock(x.clone()), rtol=1e-4, atol=1e-4)
+    assert fused == ["silu"]
+
+
 def adaptive():
     return class_of("diffusers.models.normalization", "AdaLayerNormZero")(16, None)
 

@@ -200,7 +200,7 @@ def _remake(made: source.Decorated) -> Any:
         rotation = None if function is None else SOURCES.get(function.digest)
         if function is None or rotation is None:
             return f"the source of its {FUNCTION} is not one that fused_layernorm knows"
-        rewrite.postpone(made.tree.body, _OF_HEADS, [_ROTATION], _RULES)
+        rewrite.postpone(made.tree.body, _OF_HEADS, [_ROTATION], _RULES, may_call=True)
     rewriter = rewrite.Rewriter(_RULES, *(_SITES[:3] if rotates else _SITES[3:]))
     tree = rewriter.visit(made.tree)
     in_order = packed.add_v(tree, Template(_CALL))
