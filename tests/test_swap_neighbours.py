@@ -230,6 +230,25 @@ def test_a_forward_that_cannot_be_made_anew_is_named(make, reason, caplog):
     assert torch.equal(new(x), stock(x))
 
 
+@pytest.mark.parametrize(("norm", "is_named"), [(nn.LayerNorm, True), (nn.Identity, False)])
+def test_a_forward_of_heads_is_named_if_their_norms_are_fused(norm, is_named, caplog):
+    outside = 1.0
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_norm, self.k_norm, self.norm = norm(8), norm(8), nn.LayerNorm(8)
+
+        def forward(self, qkv):
+            q, k, v = qkv.unbind(0)
+            q, k = self.q_norm(q), self.k_norm(k)
+            return q + k + self.norm(v) + outside
+
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        swap_norms(Heads(), neighbours=True)
+    assert ("a function around it" in caplog.text) is is_named
+
+
 class Order(NormAndAct):
     """Where a norm and an activation are not neighbours, though they look like it."""
 

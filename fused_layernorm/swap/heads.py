@@ -180,16 +180,20 @@ _RULES: Rules = {
 }
 
 
+def known_of(cls: type[nn.Module]) -> Known | None:
+    """What the forward of a class may become, by the names in it."""
+    names = rewrite.names_in(cls)
+    if FUNCTION in names:
+        return Known("rotation", _rotated)
+    is_of_heads = {"q_norm", "k_norm"} <= {*names}
+    return Known("heads", _rotated, ("q_norm", "k_norm")) if is_of_heads else None
+
+
 def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
     """The subclass that normalizes or rotates q and k by the kernels, or the reason why there is
     none; None for a class whose forward does neither."""
-    names = rewrite.names_in(cls)
-    if FUNCTION in names:
-        return rewrite.remade(cls, Known("rotation", _rotated), class_of, _remake)
-    if {"q_norm", "k_norm"} <= {*names}:
-        known = Known("heads", _rotated, ("q_norm", "k_norm"))
-        return rewrite.remade(cls, known, class_of, _remake)
-    return None
+    known = known_of(cls)
+    return None if known is None else rewrite.remade(cls, known, class_of, _remake)
 
 
 def _remake(made: source.Decorated) -> Any:
