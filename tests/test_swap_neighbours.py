@@ -230,6 +230,25 @@ def test_a_forward_that_cannot_be_made_anew_is_named(make, reason, caplog):
     assert torch.equal(new(x), stock(x))
 
 
+@pytest.mark.parametrize(("norm", "is_named"), [(nn.LayerNorm, True), (nn.Identity, False)])
+def test_a_forward_of_heads_is_named_if_their_norms_are_fused(norm, is_named, caplog):
+    outside = 1.0
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_norm, self.k_norm, self.norm = norm(8), norm(8), nn.LayerNorm(8)
+
+        def forward(self, qkv):
+            q, k, v = qkv.unbind(0)
+            q, k = self.q_norm(q), self.k_norm(k)
+            return q + k + self.norm(v) + outside
+
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        swap_norms(Heads(), neighbours=True)
+    assert ("a function around it" in caplog.text) is is_named
+
+
 class Order(NormAndAct):
     """Where a norm and an activation are not neighbours, though they look like it."""
 
@@ -267,6 +286,29 @@ def test_statements_keep_their_order(device, fused):
     torch.testing.assert_close(new(x), stock(x), rtol=1e-4, atol=1e-4)
     assert fused == 4 * ["silu"]
     assert new.calls == stock.calls
+
+
+class InPlace(NormAndAct):
+    """What stands between a norm and its activation writes into the norm's input."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def forward(self, x):
+        h = self.norm(x)
+        k = self.write(x)
+        h = self.act(h)
+        return self.act(self.norm(h)) + k
+
+
+@pytest.mark.parametrize("write", [nn.ReLU(inplace=True), lambda x: F.relu(x, True)])
+def test_a_norm_does_not_wait_for_what_may_write_into_its_input(write, device, fused):
+    stock, x = InPlace(write).to(device), torch.randn(X, device=device)
+    new = beside(stock)
+    with torch.no_grad():
+        torch.testing.assert_close(new(x.clone()), stock(x.clone()), rtol=1e-4, atol=1e-4)
+    assert fused == ["silu"]
 
 
 def adaptive():

@@ -180,16 +180,20 @@ _RULES: Rules = {
 }
 
 
+def known_of(cls: type[nn.Module]) -> Known | None:
+    """What the forward of a class may become, by the names in it."""
+    names = rewrite.names_in(cls)
+    if FUNCTION in names:
+        return Known("rotation", _rotated)
+    is_of_heads = {"q_norm", "k_norm"} <= {*names}
+    return Known("heads", _rotated, ("q_norm", "k_norm")) if is_of_heads else None
+
+
 def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
     """The subclass that normalizes or rotates q and k by the kernels, or the reason why there is
     none; None for a class whose forward does neither."""
-    names = rewrite.names_in(cls)
-    if FUNCTION in names:
-        return rewrite.remade(cls, Known("rotation", _rotated), class_of, _remake)
-    if {"q_norm", "k_norm"} <= {*names}:
-        known = Known("heads", _rotated, ("q_norm", "k_norm"))
-        return rewrite.remade(cls, known, class_of, _remake)
-    return None
+    known = known_of(cls)
+    return None if known is None else rewrite.remade(cls, known, class_of, _remake)
 
 
 def _remake(made: source.Decorated) -> Any:
@@ -200,7 +204,7 @@ def _remake(made: source.Decorated) -> Any:
         rotation = None if function is None else SOURCES.get(function.digest)
         if function is None or rotation is None:
             return f"the source of its {FUNCTION} is not one that fused_layernorm knows"
-        rewrite.postpone(made.tree.body, _OF_HEADS, [_ROTATION], _RULES)
+        rewrite.postpone(made.tree.body, _OF_HEADS, [_ROTATION], _RULES, may_call=True)
     rewriter = rewrite.Rewriter(_RULES, *(_SITES[:3] if rotates else _SITES[3:]))
     tree = rewriter.visit(made.tree)
     in_order = packed.add_v(tree, Template(_CALL))

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from . import rewrite
-from .rewrite import Template
-
-_PARTS = {"unbind", "chunk", "split"}
-_VIEWS = {"view", "transpose", "permute", "unflatten", *_PARTS}
+from .rewrite import PARTS, VIEWS, Template
 
 
 class Whole(NamedTuple):
@@ -76,8 +73,8 @@ def _root(value: Any) -> tuple[str | None, bool]:
                 return name, is_whole
             case ast.Subscript(value=value):
                 is_whole = False
-            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in _VIEWS:
-                is_whole = is_whole and name not in _PARTS
+            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in VIEWS:
+                is_whole = is_whole and name not in PARTS
             case _:
                 return None, False
 

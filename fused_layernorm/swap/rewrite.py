@@ -127,18 +127,32 @@ def writes(tree: ast.AST) -> bool:
     return False
 
 
+# Methods that give a view, or parts of it.
+PARTS = {"unbind", "chunk", "split"}
+VIEWS = {"view", "transpose", "permute", "unflatten", *PARTS}
+
+
+def _calls(tree: ast.AST) -> bool:
+    """Whether something in the tree calls more than methods that give views: a module or a function
+    may write into what it is given."""
+    called = (one.func for one in ast.walk(tree) if isinstance(one, ast.Call))
+    return any(attribute_of_self(one) or getattr(one, "attr", "") not in VIEWS for one in called)
+
+
 def postpone(
     statements: list[Any],
     norms: Sequence[Template],
     uses: Sequence[Template],
     rules: Rules,
     is_known: bool = False,
+    may_call: bool = False,
 ) -> None:
     """`h = norm(x)` becomes `h = x`, and h in a statement that uses it `norm(h)`, if its value is
     then what a template of `uses` describes.
 
     Of a source that is not known, that is the first statement that mentions h; it mentions it once
-    and gives it anew, and what stands between the two only assigns other names.
+    and gives it anew, and what stands between the two only assigns other names. It calls nothing
+    that might write into x, unless may_call says that it does not.
     """
     for i, statement in enumerate(statements):
         name, value = target_of(statement) or "", getattr(statement, "value", None)
@@ -151,7 +165,8 @@ def postpone(
         moved = filled(norm.pattern, {**bound, "X": [ast.Name(name, ast.Load()), *others]})
         for use in later if is_known else later[:1]:
             between = statements[i + 1 : statements.index(use)]
-            if not is_known and not _may_move(moved, name, between, use):
+            is_blocked = not may_call and any(map(_calls, between))
+            if not is_known and (is_blocked or not _may_move(moved, name, between, use)):
                 continue
             value = filled(getattr(use, "value", None), {name: copy.deepcopy(moved)})
             if any(one.match(value, rules) for one in uses):

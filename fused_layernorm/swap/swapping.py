@@ -152,9 +152,8 @@ def _planned(
         if module in plan or is_fused(module) or "forward" in module.__dict__:
             continue
         cls: Any = classes.swapped_from(module) or plain_class(module)
-        made: Any = of_heads(cls)
-        if not isinstance(made, str | None) and not _has_norms(module, made._known, plan):
-            made = None
+        known = heads.known_of(cls)
+        made: Any = of_heads(cls) if known and _has_norms(module, known, plan) else None
         if made is None and (made := of_activations(cls)) is not None:
             made = made if beside.has_pair(module, made, plan) else None
         note(module, made)
