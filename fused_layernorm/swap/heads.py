@@ -69,7 +69,11 @@ def _rotated(
         if serves:
             of_q, of_k = _norm_of(self.q_norm, q), _norm_of(self.k_norm, q)
         if of_q is None or of_k is None or of_q[2:] != of_k[2:]:
-            q, k, of_q, of_k, whole = self.q_norm(q), self.k_norm(k), None, None, None
+            q, k = (
+                _called(self.q_norm, q, self._transposes),
+                _called(self.k_norm, k, self._transposes),
+            )
+            of_q = of_k = whole = None
             serves = is_known and is_supported(rotation, q, k, cos, sin)
     if serves and whole is not None and v is not None:
         found = packed.whole_of(whole, q, k, v, self._in_order)
@@ -84,6 +88,11 @@ def _rotated(
     elif of_q is not None:
         q, k = self.q_norm(q), self.k_norm(k)
     return (q, k) if v is None else (q, k, v)
+
+
+def _called(norm: Any, x: Tensor, transposes: bool) -> Tensor:
+    """The norm's own call, of heads as the class's forward has them, before or behind transpose."""
+    return norm(x.transpose(1, 2)).transpose(1, 2) if transposes else norm(x)
 
 
 def is_supported(rotation: Rotation | None, q: Tensor, k: Tensor, cos: Any, sin: Any) -> bool:
@@ -205,6 +214,7 @@ def _remake(made: source.Decorated) -> Any:
         if function is None or rotation is None:
             return f"the source of its {FUNCTION} is not one that fused_layernorm knows"
         rewrite.postpone(made.tree.body, _OF_HEADS, [_ROTATION], _RULES, may_call=True)
+    transposes = any(_SITES[1].match(node, _RULES) for node in ast.walk(made.tree))
     rewriter = rewrite.Rewriter(_RULES, *(_SITES[:3] if rotates else _SITES[3:]))
     tree = rewriter.visit(made.tree)
     in_order = packed.add_v(tree, Template(_CALL))
@@ -214,4 +224,5 @@ def _remake(made: source.Decorated) -> Any:
     parts = () if function is None else function.parts
     of_parts = staticmethod(parts[0].function) if parts else None
     members |= {"_rotated": _rotated, "_in_order": bool(in_order), "_function": of_parts}
+    members["_transposes"] = transposes
     return source.rebuilt(made, tree), parts, members
