@@ -7,6 +7,7 @@ activation, and what a hook, a replaced forward or an activation that nobody kno
 import copy
 import functools
 import pickle
+import sys
 from typing import Any
 
 import libraries
@@ -214,6 +215,20 @@ class Private(NormAndAct):
 
     def forward(self, x):
         return self.act(self.norm(x)) * self.__factor
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="type parameters are of Python 3.12")
+def test_a_forward_with_type_parameters_is_left(tmp_path, caplog):
+    file, names = tmp_path / "generic.py", {"NormAndAct": NormAndAct, "__name__": "generic"}
+    text = "class Generic(NormAndAct):\n    def forward[T](self, x: T) -> T:\n"
+    file.write_text(text + "        return self.act(self.norm(x))\n")
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    stock, x = names["Generic"](), torch.randn(X)
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        new = beside(stock)
+    assert (is_fused(new), is_fused(new.norm)) == (False, True)
+    assert "its forward has type parameters" in caplog.text
+    assert torch.equal(new(x), stock(x))
 
 
 @pytest.mark.parametrize(

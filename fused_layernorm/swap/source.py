@@ -286,5 +286,7 @@ def _code_of(function: types.FunctionType, tree: ast.FunctionDef) -> types.CodeT
     module = ast.fix_missing_locations(ast.Module([tree], []))
     flags = function.__code__.co_flags & _FUTURE
     outer = compile(module, function.__code__.co_filename, "exec", flags, True)
-    codes = (one for one in outer.co_consts if isinstance(one, types.CodeType))
-    return next(code for code in codes if code.co_name == tree.name)
+    for code in outer.co_consts:
+        if isinstance(code, types.CodeType) and code.co_name == tree.name:
+            return code
+    raise Unreadable("its forward has type parameters")
