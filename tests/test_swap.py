@@ -237,6 +237,17 @@ def test_a_registered_class(device):
         assert [*map(type, fl.unswap_layer_norm(other))] == [*map(type, stock)]
 
 
+def test_a_forward_that_leaves_a_call_is_asked_once_under_a_device_mode():
+    asked = []
+    fl.register_swap(OwnName, lambda module: lambda self, input: asked.append(input))
+    stock, x = OwnName(8), torch.randn(3, 8)
+    new = fl.swap_layer_norm(copy.deepcopy(stock))
+    assert fl.is_fused(new)
+    with torch.device("cpu"):
+        assert torch.equal(new(x), stock(x))
+    assert len(asked) == 1
+
+
 def test_the_last_that_was_registered_holds_and_comes_first():
     fl.register_swap(nn.LayerNorm, lambda module: lambda self, input: input)
     fl.register_swap(ByHand, lambda module: None)

@@ -185,6 +185,7 @@ def _or_stock(swapped: Any) -> Forward:
         )
 
     def of_any_call(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unfused = cls.forward if own is None else own
         # Other modules that a forward calls may make tensors, on the device that a mode says.
         if (
             is_norm
@@ -194,15 +195,15 @@ def _or_stock(swapped: Any) -> Forward:
             and _PARAMETERS.issuperset(map(type, self._parameters.values()))
         ):
             with stock.without_function_modes():
-                found = fused(self, *args) if is_plain(self, *args) else None
-            if found is not None:
-                return found
+                known = is_plain(self, *args)
+                found = fused(self, *args) if known else None
+            if known:
+                return unfused(self, *args) if found is None else found
         if not args and kwargs.get(first) is not None:
             args = (kwargs.pop(first),)
         others = (*kwargs.values(), *self._parameters.values())
         known = bool(args) and is_known(self) and stock.are_supported(*args, *others)
         found = fused(self, *args, **kwargs) if known else None
-        unfused = cls.forward if own is None else own
         return unfused(self, *args, **kwargs) if found is None else found
 
     modes, is_compiling, has_foreign_mode = _function_modes, _is_compiling, stock.has_foreign_mode
