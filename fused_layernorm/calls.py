@@ -139,6 +139,7 @@ def run(a: Arguments) -> Any:
         return _with_sum_apart(a)
     if is_compiling():  # Dynamo does not trace the exception handling below
         return choice.run(a)
+    # operator_of(a), written out, since a call of it takes a tenth of a microsecond.
     place = 2 * (gate is not None or a.shift is not None or a.scale is not None)
     place += a.residual is not None
     return call(FORWARD[place], a, _in_pytorch)
@@ -250,8 +251,7 @@ def _in_pytorch(a: Arguments) -> Any:
     if not a.is_bare:
         return None
     input, residual, gate, weight = a.input, a.residual, a.gate, a.weight
-    is_modulated = gate is not None or a.shift is not None or a.scale is not None
-    is_rms = a.statistic == "rms"
+    is_modulated, is_rms = a.is_modulated, a.is_rms
     if (
         not (is_modulated or residual is None)
         or not (is_rms or a.statistic == "layer")
