@@ -219,7 +219,8 @@ class Private(NormAndAct):
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="type parameters are of Python 3.12")
 def test_a_forward_with_type_parameters_is_left(tmp_path, caplog):
-    file, names = tmp_path / "generic.py", {"NormAndAct": NormAndAct, "__name__": "generic"}
+    file = tmp_path / "generic.py"
+    names: dict[str, Any] = {"NormAndAct": NormAndAct, "__name__": "generic"}
     text = "class Generic(NormAndAct):\n    def forward[T](self, x: T) -> T:\n"
     file.write_text(text + "        return self.act(self.norm(x))\n")
     exec(compile(file.read_text(), str(file), "exec"), names)
