@@ -496,7 +496,7 @@ GROUP_KERNELS: list[Any] = [
     # So many groups that their places in the blocks' shared memory are used again.
     (of_groups((6, 320, 160, 136), 32, (BF16, None), activation="silu"), "split split"),
     (of_groups((1, 64, 512, 512), 1, (BF16, None), activation="silu"), "tiles tiles"),
-    (of_groups((3, 64, 101, 103), 8, (BF16, None), activation="silu"), "held tiles"),
+    (of_groups((3, 64, 101, 103), 8, (BF16, None), activation="silu"), "held held"),  # of eight
     (of_groups((3, 64, 131, 133), 8, (BF16, None), activation="silu"), "tiles tiles"),
     (of_groups((1, 8, 16, 64, 64), 8, (F32, None), activation="leaky_relu"), "split tiles"),
     (of_groups((2, 32, 64, 64), 32, (F16, F32), out_dtype=F32, activation="leaky_relu"),
@@ -513,6 +513,22 @@ GROUP_KERNELS: list[Any] = [
     (of_groups((3, 64, 56, 56), 8, (BF16, None), layout="misaligned"), "held held"),
     *((of_groups((5, 30, 37, 41), 5, (half, F32), out_dtype=y, activation="silu"), "held held")
       for half, y in ((BF16, None), (F16, F32))),
+    # Vectors of float32 with elements of two channels, of a block, of two and of eight.
+    *((of_groups((3, 12, height, 31), 3, (F32, None), modulation="both", activation=activation),
+       "held held")
+      for height, activation in ((37, "silu"), (91, "leaky_relu"), (300, None))),
+    (of_groups((3, 12, 301, 31), 4, (F32, None)), "held tiles"),  # a group is no whole vectors
+    # One position: short groups backward as channels_last, of whole slices.
+    *((of_groups((67, channels), channels // of_group, dtypes, modulation="both"),
+       f"held {'tiles' if of_group <= 32 else 'held'}")
+      for channels, of_group, dtypes in (
+          (1024, 32, (F32, None)), (2048, 64, (F32, None)), (4096, 16, (BF16, F32)),
+          (3072, 2, (F32, None)))),
+    (of_groups((3, 1020), 51, (F32, None)), "held held"),
+    # channels_last in one tile: several slices, each of whole groups, and with groups in two.
+    *((of_groups((3, channels, 3, 3), groups, (F32, None), layout="channels_last",
+                 modulation="both", activation="silu"), "tiles tiles")
+      for channels, groups in ((1280, 32), (1280, 5), (24, 1))),
 ]  # fmt: skip
 
 # A few of every family, of which no result is large.

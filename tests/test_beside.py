@@ -40,6 +40,8 @@ GROUPS = [
     ((2, 128, 259, 263), 4, BF16, ("tiles", None), ("tiles", None)),
     ((64, 2048, 7, 7), 32, BF16, ("held", 1), ("held", 1)),
     ((64, 768, 14, 14), 1, BF16, ("tiles", None), ("tiles", None)),
+    ((128, 16, 101, 103), 4, F32, ("held", 8), ("held", 8)),
+    ((512, 8192, 1, 1), 512, F32, ("held", 1), ("tiles", None)),
 ]
 # Rows, columns, dtype, and the strategies of the two directions.
 ROWS = [
@@ -82,6 +84,8 @@ CASES: dict[str, Any] = {
     },
     "groups in channels_last": of_groups(
         (2, 320, 128, 128), 32, (BF16, None), activation="silu", layout="channels_last"),
+    "groups in one tile of channels_last": of_groups(
+        (512, 24, 7, 15), 3, activation="silu", layout="channels_last"),
     "groups with a modulation": of_groups((2, 640, 64, 64), 32, (BF16, None), modulation="both"),
 }  # fmt: skip
 # Forward alone.

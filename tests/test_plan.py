@@ -578,11 +578,13 @@ def check_channels(p, sizes, problem):
     samples, channels, positions, groups = sizes
     chip, size = DEVICES[problem["device"]], problem["dtype"].itemsize
     strategy, width, backward = p["strategy"], p["width"], problem["backward"]
-    extent = channels if problem["channels_last"] else positions
+    # Planes of one position may be cut as channels_last.
+    in_last = problem["channels_last"] or (p["strategy"] == "tiles" and positions == 1)
+    extent = channels if in_last else positions
     units = p.get("vector_units", 1)  # channels are counted in these: elements, or else vectors
     assert width in ((1, 4, 8) if size == 2 and not problem["channels_last"] else (1, 16 // size))
     assert width != 4 or size == 4 or problem["y_dtype"] == problem["dtype"]
-    assert units == 1 or (strategy == "held" and units == width == 16 // size > 4)
+    assert units == 1 or (strategy == "held" and units == width == 16 // size > 2)
     assert width == 1 or problem["aligned"]
     assert (extent if units == 1 else channels // groups * positions) % width == 0
     assert 32 <= p["threads"] <= 1024
@@ -623,7 +625,7 @@ def check_channels(p, sizes, problem):
         # of memory has some of both.
         totals = samples * groups * 2 * (8 if problem["dtype"] == F64 else 4)
         assert (p["workspace_bytes"] - totals) % 128 == 0
-        if problem["channels_last"]:
+        if in_last:
             slice_vectors = p["columns"] * p["slices"]
             assert slice_vectors - p["columns"] < channels // width <= slice_vectors
             assert p["columns"] * p["rows"] <= p["threads"] <= 256

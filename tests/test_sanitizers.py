@@ -103,9 +103,12 @@ def problems() -> Any:
             (3, 6, 50), (2, 24, 1600), (2, 8, 13_000), (2, 12, 6000), (1, 4, 110_000),
             (3, 4, 220_000), (9, 4, 220_000), (1, 2, 3_000_000), (2, 6, 10_403), (2, 6, 60_001),
             # Channels that begin within vectors, or in the middle of them.
-            (2, 32, 49), (2, 1200, 49), (2, 6, 196), (1, 1024, 196),
+            (2, 32, 49), (2, 1200, 49), (2, 6, 196), (1, 1024, 196), (2, 8, 10_403),
+            (1, 16, 10_403),
         )  # fmt: skip
-        last = ((2, 12, 50), (3, 320, 700), (1, 1280, 100), (2, 33, 1000), (1, 4160, 9))
+        last = (
+            (2, 12, 50), (3, 320, 700), (1, 1280, 100), (2, 33, 1000), (1, 4160, 9), (2, 1280, 9),
+        )  # fmt: skip
         how: Any = {"activation": "silu"}
         if dtype == BF16:
             how = {"activation": "leaky_relu", "modulation": "both"}
@@ -113,6 +116,7 @@ def problems() -> Any:
             for sizes in shapes:
                 groups = 2 if sizes[1] % 2 == 0 else 3
                 yield of_groups(sizes, groups, (dtype, F32), layout=layout, **how)
+        yield of_groups((5, 4096), 256, (dtype, F32), **how)  # one position, short groups
         # Heads: whole vectors and single elements, rotated in part.
         rotations = ((64, None), (80, 32), (128, 64), (256, None), (30, 6), (256, 20))
         for (cols, rotary), flag in itertools.product(rotations, (False, True)):

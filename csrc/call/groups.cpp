@@ -63,7 +63,6 @@ bool prepare_groups(const NormCall& call, const Device& device, Prepared& into) 
   params.channels = static_cast<int32_t>(problem.channels);
   params.positions = positions;
   params.groups = static_cast<int32_t>(problem.groups);
-  params.layout = *layout;
   params.inverse_count = Scalar(1.0 / static_cast<double>(problem.channels_of_group() * positions));
   params.eps = Scalar(options.eps);
   params.scale = Scalar(options.output_scale);

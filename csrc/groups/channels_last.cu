@@ -194,12 +194,24 @@ struct ChannelTable {
 
 // The kernels that apply take the tiles that were measured last first, as L2 may still have them.
 
-// The totals of the group of a channel of the slice.
-template <typename Acc>
+// The totals of the group of a channel of the slice. Where a group has one part alone, they are
+// made of it here, and in forward the thread of the group's first channel stores them.
+template <typename Acc, bool kBackward>
 FUSED_DEVICE Pair<Acc> total_of(const GroupPlan& plan, const GroupParams& p,
                                 const LastThread& thread, int c) {
-  const int group = (thread.first_channel + c) / p.channels_of_group();
-  return pairs_at<Acc>(p, plan.totals_offset)[thread.sample * p.groups + group];
+  const int of_group = p.channels_of_group(), channel = thread.first_channel + c;
+  const int group = channel / of_group;
+  const int64_t of_samples = thread.sample * p.groups + group;
+  if (plan.has_totals) return pairs_at<Acc>(p, plan.totals_offset)[of_samples];
+  const Pair<Acc> part = group_part<Acc>(plan, p, thread, group - thread.first_channel / of_group);
+  if constexpr (kBackward) {
+    return group_means(p, part);
+  } else {
+    const Pair<Acc> total = {
+        part.first, MeanAndVariance::rstd(part.second, p.inverse_count.as<Acc>(), p.eps.as<Acc>())};
+    if (channel == group * of_group) store_group(p, of_samples, total);
+    return total;
+  }
 }
 
 template <typename X, typename Y, int kWidth>
@@ -218,7 +230,7 @@ __global__ void __launch_bounds__(kLastThreads)
   }
   wait_for_previous_kernel();
   for (int c = threadIdx.x; c < thread.channels; c += blockDim.x) {
-    const Pair<Acc> total = total_of<Acc>(plan, p, thread, c);
+    const Pair<Acc> total = total_of<Acc, false>(plan, p, thread, c);
     table.row(0)[c] = total.first;
     table.row(1)[c] *= total.second;
   }
@@ -345,7 +357,7 @@ __global__ void __launch_bounds__(kLastThreads)
   wait_for_previous_kernel();
   // With d = x - mean, z = d a + offset and dx = dz a scale + d b + alone.
   for (int c = threadIdx.x; c < thread.channels; c += blockDim.x) {
-    const Pair<Acc> means = total_of<Acc>(plan, p, thread, c);
+    const Pair<Acc> means = total_of<Acc, true>(plan, p, thread, c);
     const Acc rstd = table.row(1)[c];
     table.row(1)[c] = rstd * table.row(2)[c];
     table.row(2)[c] = -rstd * rstd * means.second;
@@ -390,7 +402,9 @@ cudaError_t launch_channels_last(const GroupParams& params, const GroupTypes& ty
         const auto measure =
             types.backward ? last_sums_kernel<X, Y, width()> : last_moments_kernel<X, width()>;
         cudaError_t error = launch(measure, tiles, stream, plan, params);
-        if (error == cudaSuccess) error = launch_group_totals(params, types, plan, stream);
+        if (error == cudaSuccess && plan.has_totals) {
+          error = launch_group_totals(params, types, plan, stream);
+        }
         if (error != cudaSuccess) return error;
         if (types.backward) tiles.blocks += param_grad_blocks(params);
         tiles.shared_bytes = static_cast<int>(

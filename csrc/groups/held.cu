@@ -280,7 +280,7 @@ cudaError_t launch_held_groups(const GroupParams& params, const GroupTypes& type
                               : launch(kernel, plan, stream, plan, params);
     };
     if (plan.vector_units == 1) return with(std::integral_constant<int, 1>());
-    if constexpr (width() == vector_width(static_cast<int>(sizeof(X))) && sizeof(X) == 2) {
+    if constexpr (width() == vector_width(static_cast<int>(sizeof(X))) && sizeof(X) < 8) {
       return with(width);
     } else {
       return cudaErrorInvalidValue;

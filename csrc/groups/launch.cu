@@ -68,7 +68,7 @@ cudaError_t launch_group_norm(const GroupParams& params, DataType x, DataType y,
                               const GroupPlan& plan, cudaStream_t stream) {
   const GroupTypes types = {x, y, params.dy != nullptr};
   if (plan.strategy == GroupStrategy::kTiles) {
-    const bool planes = params.layout == GroupLayout::kPlanes;
+    const bool planes = plan.layout == GroupLayout::kPlanes;
     return (planes ? launch_planes : launch_channels_last)(params, types, plan, stream);
   }
   const bool held = plan.strategy == GroupStrategy::kHeld;

@@ -48,7 +48,6 @@ struct GroupParams {
   int64_t positions = 0;
   int32_t channels = 0;
   int32_t groups = 0;
-  GroupLayout layout = GroupLayout::kPlanes;
   Scalar inverse_count;  // of the elements of a group
   Scalar eps;
   bool activates = false;  // there is an activation, or a scale that is not 1

@@ -21,7 +21,7 @@ struct GroupPartsOf {
     const int64_t sample = sample_of(p, group);
     channel = static_cast<int>(group - sample * p.groups) * of_group;
     from = pairs_at<Acc>(p, 0);
-    if (p.layout == GroupLayout::kPlanes) {
+    if (plan.layout == GroupLayout::kPlanes) {
       from += group * plan.tiles;
     } else {
       slice_channels = plan.columns * plan.width;
@@ -33,7 +33,7 @@ struct GroupPartsOf {
   FUSED_DEVICE int count() const { return plan.tiles * slices; }
   // use(elements, part) for part i.
   FUSED_DEVICE void with(int i, const auto& use) const {
-    if (p.layout == GroupLayout::kPlanes) {
+    if (plan.layout == GroupLayout::kPlanes) {
       use(vectors_of(plan, of_group, i) * plan.width, from[i]);
       return;
     }
@@ -79,7 +79,7 @@ struct ChannelPartsOf {
   FUSED_DEVICE ChannelPartsOf(const GroupPlan& plan, const GroupParams& p, int64_t sample,
                               int channel)
       : from(pairs_at<Acc>(p, plan.parts_offset)), count(plan.parts_of_channel) {
-    if (p.layout == GroupLayout::kPlanes) {
+    if (plan.layout == GroupLayout::kPlanes) {
       from += (sample * p.channels + channel) * plan.parts_of_channel;
     } else {
       from += sample * plan.tiles * p.channels + channel;
@@ -101,7 +101,7 @@ template <typename Acc>
 FUSED_DEVICE Pair<Acc> means_of_group(const GroupPlan& plan, const GroupParams& p, int64_t group) {
   const int lane = threadIdx.x % kWarpSize;
   Pair<Acc> sums;
-  if (p.layout == GroupLayout::kPlanes) {
+  if (plan.layout == GroupLayout::kPlanes) {
     const int of_group = p.channels_of_group(), count = of_group * plan.pieces;
     const int64_t sample = sample_of(p, group);
     const int channel = static_cast<int>(group - sample * p.groups) * of_group;

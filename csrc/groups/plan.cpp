@@ -18,9 +18,13 @@ bool hold_planes(GroupPlan& plan, const GroupProblem& problem, const Device& dev
   int blocks = 1;
   if (bytes > (backward ? groups::kHeldBackwardBytes : groups::kHeldBytes)) {
     const bool has_clusters = device.capability >= 90 && device.blocks_meet;
-    const bool fits = bytes <= (backward ? groups::kClusterBackwardBytes : groups::kClusterBytes);
+    const bool by_two = backward && bytes <= groups::kClusterBackwardBytes;
+    // Backward, longer groups are held only where tiles would move them by single elements
+    // (float32, 1024 x 16 x 10933 in 4 groups: tiles 1388, clusters 721).
+    const bool fits =
+        by_two || (bytes <= groups::kClusterBytes && !(backward && plan.vector_units == 1));
     if (!has_clusters || !fits) return false;
-    blocks = backward ? groups::kMostBackwardCluster : groups::kMostCluster;
+    blocks = by_two ? groups::kMostBackwardCluster : groups::kMostCluster;
   }
   plan.slice_vectors = static_cast<int>(ceil_div(vectors, blocks));
   if (ceil_div(vectors, plan.slice_vectors) != blocks) return false;
@@ -144,6 +148,8 @@ void cut_channels_last(GroupPlan& plan, const GroupProblem& problem) {
   const int64_t of_group = problem.channels_of_group(), slice = int64_t{plan.columns} * plan.width;
   plan.groups_of_slice =
       static_cast<int>(std::min(problem.groups, (slice + of_group - 2) / of_group + 1));
+  const bool has_whole_groups = plan.slices == 1 || slice % of_group == 0;
+  plan.has_totals = plan.tiles > 1 || !has_whole_groups;
 }
 
 // Whether there are kernels of half vectors (dispatch_group_types).
@@ -168,9 +174,19 @@ int group_width(const GroupProblem& problem) {
 bool vectors_straddle(const GroupProblem& problem) {
   const int full = vector_width(size_of(problem.x));
   const int whole = problem.backward && has_half_vectors(problem) ? full / 2 : full;
-  return problem.aligned && is_half(problem.x) && problem.positions > full &&
+  return problem.aligned && problem.x != DataType::kFloat64 && problem.positions > full &&
          problem.positions % whole != 0 &&
          problem.channels_of_group() * problem.positions % full == 0;
+}
+
+// Whether backward should take planes of one position, which lie as channels_last does, for that:
+// where a block has work for all its threads, and many groups because they are short (float32, 1024
+// x 8192 in 512 groups: a block for each group 686, so 170).
+bool is_better_last(const GroupProblem& problem) {
+  const int64_t slice = int64_t{kLastThreads} * vector_width(size_of(problem.x));
+  return problem.backward && problem.aligned && problem.positions == 1 &&
+         problem.channels % slice == 0 && problem.channels_of_group() <= groups::kShortLastGroup &&
+         slice % problem.channels_of_group() == 0;
 }
 
 // Sets the unit in which channels of planes are counted: a vector of `width` elements
@@ -184,9 +200,12 @@ void count_channels(GroupPlan& plan, const GroupProblem& problem, int width, int
 
 }  // namespace
 
-std::optional<GroupPlan> make_group_plan(const GroupProblem& problem, const Device& device) {
+std::optional<GroupPlan> make_group_plan(const GroupProblem& given, const Device& device) {
+  GroupProblem problem = given;
+  if (is_better_last(problem)) problem.layout = GroupLayout::kChannelsLast;
   GroupPlan plan;
   plan.starts_early = device.starts_early;
+  plan.layout = problem.layout;
   const bool planes = problem.layout == GroupLayout::kPlanes;
   if (problem.positions > kMostPositions || problem.channels > kMostPositions ||
       problem.samples * problem.groups > kMostExtent / 2) {

@@ -68,7 +68,8 @@ inline const char* name_of(GroupStrategy strategy) {
 
 struct GroupPlan : Launch {
   GroupStrategy strategy = GroupStrategy::kTiles;
-  int width = 1;  // elements that a thread moves at once
+  GroupLayout layout = GroupLayout::kPlanes;  // of one position, x has both
+  int width = 1;                              // elements that a thread moves at once
 
   // Planes. Channels are counted in vectors or, where they begin within some, in elements.
   int vector_units = 1;  // of a vector
@@ -90,6 +91,7 @@ struct GroupPlan : Launch {
   int columns = 1, slices = 1, rows = 1;
   int tile_positions = 0;
   int groups_of_slice = 1;  // that a slice has, in whole or in part
+  bool has_totals = true;   // of more parts than one a group, which a kernel of its own combines
 
   // The workspace: parts of groups, or slots in which blocks meet; parts of channels, of which each
   // channel of a sample has up to so many; totals.
