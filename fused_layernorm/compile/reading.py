@@ -7,7 +7,6 @@ for all of them, or None for a node that occurs in no pattern. A Call has no sid
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -63,8 +62,7 @@ def name_of_target(target: Any) -> str:
 # ---- A reader for each operation: its signature has the arguments that it understands ------------
 
 _Reader = Callable[..., Call | None]
-# By target; a reader without a signature takes the node itself.
-_readers: dict[Any, tuple[_Reader, inspect.Signature | None]] = {}
+_readers: dict[Any, Callable[[Node], Call | None]] = {}  # by target
 
 
 def spellings(*names: Any) -> Iterator[Any]:
@@ -86,8 +84,8 @@ def reads(*names: Any, node: bool = False) -> Callable[[_Reader], _Reader]:
     """Registers a reader, which takes the arguments of a call or, with `node`, its node."""
 
     def register(reader: _Reader) -> _Reader:
-        signature = None if node else inspect.signature(reader)
-        _readers.update(dict.fromkeys(spellings(*names), (reader, signature)))
+        of_node = reader if node else lambda one: reader(*one.args, **one.kwargs)
+        _readers.update(dict.fromkeys(spellings(*names), of_node))
         return reader
 
     return register
@@ -99,16 +97,11 @@ def read(value: Any) -> Call | None:
         return value
     if not isinstance(value, Node) or value.op not in ("call_function", "call_method"):
         return None
-    if value.target not in _readers:
-        return None
-    reader, signature = _readers[value.target]
-    if signature is None:
-        return reader(value)
+    reader = _readers.get(value.target)
     try:
-        bound = signature.bind(*value.args, **value.kwargs)
-    except TypeError:
+        return None if reader is None else reader(value)
+    except TypeError:  # it understands no such arguments
         return None
-    return reader(*bound.args, **bound.kwargs)
 
 
 def _product(name: str, input: Any, other: Any) -> Call:
