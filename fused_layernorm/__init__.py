@@ -7,9 +7,6 @@ import sys as _sys
 if _sys.version_info < (3, 10):  # noqa: UP036  (requires-python does not guard a copied folder)
     raise ImportError(f"fused_layernorm needs Python >= 3.10; this is {_sys.version.split()[0]}")
 
-from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
-from importlib.metadata import version as _version
-
 import torch as _torch
 
 _torch_release = tuple(int(n) for n in _re.findall(r"\d+", _torch.__version__)[:2])
@@ -19,6 +16,7 @@ if _torch_release < (2, 10):
 from . import distributed, ops  # noqa: E402, F401  (DTensor's rules, operators)
 from . import loading as _loading  # noqa: E402
 from .ada_modules import FusedAdaLayerNorm, FusedAddAdaLayerNorm  # noqa: E402
+from .compile.backend import VERSION as __version__  # noqa: E402
 from .compile.backend import explain, fuse  # noqa: E402
 from .decompositions import decompositions  # noqa: E402
 from .functional import (  # noqa: E402
@@ -54,11 +52,6 @@ from .swap.swapping import (  # noqa: E402
     unswap_norms,
     unswap_rms_norm,
 )
-
-try:
-    __version__ = _version(__name__)
-except _PackageNotFoundError:  # imported from a folder that was built but not installed
-    __version__ = "0+unknown"
 
 __all__ = [
     "FusedAdaLayerNorm", "FusedAddAdaLayerNorm", "FusedAddLayerNorm", "FusedAddRMSNorm",

@@ -28,7 +28,7 @@ import torch
 from torch._ops import OpOverload
 
 from .integrations.after_import import after_import
-from .ops import formulas, gated, groups, heads, load, packed
+from .ops import formulas, heads, load, packed
 from .ops.family import FAMILIES, GRADIENTS
 
 # Arguments that have a row, or a number, for each row; the last four are of heads.
@@ -53,7 +53,7 @@ def register_sharding_rules() -> None:
         value = getattr(call, name)
         if not hasattr(value, "ndim"):
             return None
-        if name == "mean" and getattr(call, "statistic", "layer") == "rms":
+        if name == "mean" and call.is_rms:
             return Replicate()  # it is empty
         if name in _ROWS:
             return placement
@@ -87,27 +87,24 @@ def register_sharding_rules() -> None:
             if not operator._opname.endswith("_forward"):
                 return [placement] * count
             # The mean of an RMSNorm, as that of gated norms always is, is empty.
-            is_rms = operator in gated_norms or getattr(call, "statistic", "layer") == "rms"
-            return [*[placement] * (count - 2), Replicate() if is_rms else placement, placement]
+            has_mean = not (call.is_rms or hasattr(call, "gate_first"))
+            return [*[placement] * (count - 2), placement if has_mean else Replicate(), placement]
 
         def rules(*args: Any, **kwargs: Any) -> list[Any]:
             call = Call(*args)
             x = next(getattr(call, name) for name in ("x", "input", "q") if name in call._fields)
             columns = 0 if operator is load.gate_backward else 1
-            rows = x.ndim - getattr(call, "normalized_ndim", columns)
-            dims = 1 if operator in group_norms else rows
+            dims = x.ndim - getattr(call, "normalized_ndim", columns)
+            if hasattr(call, "num_groups"):
+                dims = 1  # of samples
             found = []
             for placement in (Replicate(), *map(Shard, range(dims))):
                 inputs = {name: of_argument(call, name, x, placement) for name in call._fields}
-                placed = [inputs[name] for name in call._fields]
-                found.append((outputs(call, inputs, placement), placed))
+                found.append((outputs(call, inputs, placement), [*inputs.values()]))
             return found
 
         return rules
 
-    group_norms, gated_norms = (
-        (family.plain, family.forward, family.backward) for family in (groups.FAMILY, gated.FAMILY)
-    )
     for operator in (*(one for of in FAMILIES for one in of.each(of.formula)), *GRADIENTS):
         if operator not in (packed.FAMILY.plain, packed.FAMILY.backward):
             register_sharding([operator])(rules_of(operator))

@@ -23,11 +23,8 @@ def register(*classes: type[nn.Module]) -> None:
 def _checked(cls: Any) -> tuple[type[nn.Module], str]:
     def __setstate__(self: Any, state: dict[str, Any]) -> None:
         for name, value in state.items():
-            if (
-                callable(value)
-                or callable(getattr(cls, name, None))
-                or ("_hooks" in name and value)
-            ):
+            runs = callable(value) or callable(getattr(cls, name, None))
+            if runs or ("_hooks" in name and value):
                 raise pickle.UnpicklingError(
                     f"expected the data of a {cls.__name__}, got a {name} that calls of it would "
                     "run: torch.load(weights_only=False) loads it, if you trust the file"

@@ -44,10 +44,7 @@ def sm_margin(n: int) -> AbstractContextManager[None]:
     Raises:
         ValueError: if ``n`` is negative, or leaves no multiprocessor on a device.
     """
-    return _margin(_checked(arguments.check_int("n", n)))
-
-
-def _checked(n: int) -> int:
+    n = arguments.check_int("n", n)
     if n < 0:
         raise ValueError(f"expected n of at least 0 multiprocessors, got {n}")
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -55,7 +52,7 @@ def _checked(n: int) -> int:
     least = min(sms, default=1 << 16)
     if n >= least:
         raise ValueError(f"expected n of fewer than {least} multiprocessors, got {n}")
-    return n
+    return _margin(n)
 
 
 @contextmanager

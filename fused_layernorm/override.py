@@ -94,8 +94,3 @@ def _override(key: str) -> AtenOverride:
             load.operators._switch_override(key, True)
         _in_force[key] += 1
         return AtenOverride(key, in_force=True)
-
-
-def _calls(key: str) -> int:
-    """How many calls the override has taken, for tests."""
-    return load.operators._override_calls(key)

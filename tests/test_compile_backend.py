@@ -595,7 +595,7 @@ def test_caches(monkeypatch, tmp_path):
         patch.setattr(rules, "RULES", (rule, *rules.RULES))
         assert compile_afresh(module, x) == (0, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(ways, "version", lambda name: "99.0")
+        patch.setattr(ways, "VERSION", "99.0")
         assert compile_afresh(module, x) == (0, 1)
     assert compile_afresh(module, x) == (1, 0)
 

@@ -20,8 +20,9 @@ from torch import nn
 import fused_layernorm
 from fused_layernorm import FusedLayerNorm, is_fused
 from fused_layernorm.ops import autograd_library
-from fused_layernorm.override import _calls, _override
+from fused_layernorm.override import _override
 
+_calls = torch.ops.fused_layernorm._override_calls
 HAS_KERNELS = (
     torch.ops.fused_layernorm._build_info() != "cpu only" and torch.backends.cuda.is_built()
 )

@@ -9,31 +9,23 @@ same, and half as many bytes are written and read, in backward too.
 
 from __future__ import annotations
 
-import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Node
 
 from ..ops.arguments import HALF
-from .reading import dtype_of, is_tensor, read
+from .reading import dtype_of, is_tensor, read, spellings
 
-# Functions, and methods by name, that autocast runs in half precision.
-_CASTING: set[Any] = {
-    *(F.linear, operator.matmul, torch.matmul, torch.mm, torch.bmm),
-    *(torch.addmm, torch.baddbmm, torch.addbmm, torch.conv1d, torch.conv2d, torch.conv3d),
-    F.scaled_dot_product_attention,
-    *("matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm"),
+# What autocast runs in half precision.
+_CASTING = {
+    *spellings("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm"),
+    *spellings("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"),
 }
-# Functions and methods that, as views do, return the elements of their first argument in another
-# layout; those of _PADS count only if they add nothing but zeros.
-_PADS: set[Any] = {F.pad, torch._C._nn.pad}
-_MOVING: set[Any] = {
-    *(operator.getitem, torch.movedim, torch.clone, torch.roll),
-    *("movedim", "contiguous", "clone", "roll"),
-    *_PADS,
-}
+# What returns, as views do, the elements of its first argument in another layout; pads count only
+# if they add nothing but zeros.
+_PADS = {*spellings("pad")}
+_MOVING = {*spellings("getitem", "movedim", "contiguous", "clone", "roll"), *_PADS}
 
 
 class Narrowed(NamedTuple):

@@ -12,6 +12,12 @@ import torch
 from torch.fx import GraphModule
 
 from ..ops.arguments import name_of
+from . import rules
+
+try:
+    VERSION = version("fused_layernorm")
+except PackageNotFoundError:  # imported from a folder that was built but not installed
+    VERSION = "0+unknown"
 
 _THEN = ("inductor", "eager")
 # The values of each option; the first is the default.
@@ -35,7 +41,14 @@ def backend(
     which runs it as it stands; and ``"fused_layernorm.deterministic"``: True keeps every forward
     pass on this package's kernels, as ``torch.use_deterministic_algorithms(True)`` does.
     """
-    ours, inductors = _split(options or {})
+    inductors = dict(options or {})
+    ours = {name: inductors.pop(name, values[0]) for name, values in OPTIONS.items()}
+    for name in inductors:
+        if name.startswith("fused_layernorm."):
+            raise ValueError(f"expected an option of {list(OPTIONS)} or of Inductor, got {name!r}")
+    for name, value in ours.items():
+        if value not in OPTIONS[name]:
+            raise ValueError(f"expected {name!r} to be one of {OPTIONS[name]}, got {value!r}")
     then = ours["fused_layernorm.then"]
     if then == "eager" and (inductors or mode not in (None, "default")):
         given = ", ".join(map(repr, [*inductors, *([mode] if mode else [])]))
@@ -63,29 +76,10 @@ def _reset() -> None:
 backend.reset = _reset  # type: ignore[attr-defined]
 
 
-def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """This package's options, each given or its default, and Inductor's."""
-    ours = {name: values[0] for name, values in OPTIONS.items()}
-    inductors = {name: v for name, v in options.items() if not name.startswith("fused_layernorm.")}
-    for name in options.keys() - inductors.keys():
-        if name not in OPTIONS:
-            raise ValueError(f"expected an option of {list(OPTIONS)} or of Inductor, got {name!r}")
-        ours[name] = options[name]
-        if ours[name] not in OPTIONS[name]:
-            raise ValueError(f"expected {name!r} to be one of {OPTIONS[name]}, got {ours[name]!r}")
-    return ours, inductors
-
-
 def _cache_key() -> Any:
     """Puts the package's version and its rules into the keys of torch.compile's caches."""
-    from . import rules
-
-    try:
-        release = version("fused_layernorm")
-    except PackageNotFoundError:
-        release = "unknown"
     config: Any = torch.compiler.config
-    tag = f"{config.cache_key_tag} fused_layernorm {release} {rules.digest()}"
+    tag = f"{config.cache_key_tag} fused_layernorm {VERSION} {rules.digest()}"
     return config.patch(cache_key_tag=tag.strip())
 
 

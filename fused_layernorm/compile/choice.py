@@ -27,7 +27,11 @@ _VARIANTS = tuple(VARIANTS[one.plain] for one in FORWARD)
 
 def run(a: Arguments) -> Any:
     """The call by our operator, by its aten_ variant, or by PyTorch's own norm."""
-    _check_types(a)
+    # The schema's errors would be worse.
+    arguments.check_tensor("input", a.input)
+    tensors = [(name, getattr(a, name)) for name in TENSORS]
+    numbers = {"eps": a.eps, "scale": a.output_scale, "weight_offset": a.weight_offset}
+    arguments.check_types(tensors, **numbers)
     choice = "KERNEL" if a.is_modulated else _choice_for(a)
     if choice == "PYTORCH" and _has_own_norm(a):
         return formulas.norm_of(a, a.input)
@@ -38,25 +42,12 @@ def run(a: Arguments) -> Any:
     return overload(*[getattr(a, name) for name in operator.fields])
 
 
-def _check_types(a: Arguments) -> None:
-    """Raises where the schema's error would be worse."""
-    arguments.check_tensor("input", a.input)
-    tensors = [(name, getattr(a, name)) for name in TENSORS]
-    numbers = {"eps": a.eps, "scale": a.output_scale, "weight_offset": a.weight_offset}
-    arguments.check_types(tensors, **numbers)
-
-
 def _has_own_norm(a: Arguments) -> bool:
     """Whether PyTorch's own norm has all that this one has, and gives it input's dtype."""
-    if a.out_dtype is not None or not _is_one(a.output_scale):
+    if not (_is_one(a.output_scale) and a.is_bare):
         return False
-    if not a.is_rms:
-        return a.weight_offset == 0 and not a.round_before_weight
-    return (
-        a.bias is None
-        and a.weight_offset == 0
-        and (a.weight is None or (a.weight.dtype is a.input.dtype and not a.round_before_weight))
-    )
+    has_dtype = a.weight is None or a.weight.dtype is a.input.dtype
+    return not a.is_rms or (a.bias is None and has_dtype)
 
 
 def _is_one(scale: float) -> bool:
@@ -82,9 +73,8 @@ def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: boo
     """
     if not (CHOOSES and torch.compiler.is_dynamo_compiling()):
         return False
-    size, statistic = math.prod(x.shape[1:]) // num_groups, "layer"
-    if num_groups == x.shape[1]:
-        statistic = "instance"
+    size = math.prod(x.shape[1:]) // num_groups
+    statistic = "instance" if num_groups == x.shape[1] else "layer"
     wants = needs_grad(x, *others)
     return _choice_of(x, size, "GROUPS", statistic, wants, has_neighbours=not fuses) == "PYTORCH"
 

@@ -23,17 +23,12 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
-from .reading import read, value_of
+from .reading import name_of_target, read, value_of
 
-_IN_PLACE = (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
-    *("and", "or", "xor", "lshift", "rshift"),
-)
-_WRITING_METHODS = {"__setitem__", *(f"__i{name}__" for name in _IN_PLACE)}
-_WRITING_FUNCTIONS = {getattr(operator, name) for name in _WRITING_METHODS}
-# Modules whose builtin functions write into nothing but by _WRITING_FUNCTIONS.
-_KNOWN_BUILTINS = ("_operator", "math", "builtins", "torch._C._functorch")
+# Modules whose builtin functions write into nothing.
+_KNOWN_BUILTINS = ("math", "builtins", "torch._C._functorch")
 # Modules whose Python functions write only into what their signatures say, and those named "..._".
 _KNOWN_MODULES = {
     *("torch", "torch.functional", "torch.nn.functional", "torch._jit_internal"),
@@ -44,11 +39,6 @@ _METHODS_OF_DTENSORS = ("redistribute", "to_local", "full_tensor")
 # Arguments that a function without a mutable schema writes into, if they are given.
 _STATISTICS = ("running_mean", "running_var")
 _MODES = ("set_grad", "_enter_", "_exit_", "crement_nesting", "set_deterministic", "set_autocast")
-
-
-def name_of_target(target: Any) -> str:
-    """The name of a function or method, without its module."""
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 def written(node: Node) -> Iterable[Any]:
@@ -64,17 +54,20 @@ def _written(node: Node) -> list[Any] | None:
     target, name = node.target, name_of_target(node.target)
     if isinstance(target, HigherOrderOperator):
         return _written_by_bodies(node)
-    if node.op == "call_method" or hasattr(target, "__objclass__"):
-        if name in _WRITING_METHODS or (name.endswith("_") and not name.endswith("__")):
+    module = getattr(target, "__module__", None)
+    is_method = node.op == "call_method" or hasattr(target, "__objclass__")
+    if is_method or module == "_operator":
+        bare = name.strip("_")
+        is_in_place = bare == "setitem" or (bare[:1] == "i" and hasattr(operator, bare[1:]))
+        if is_in_place or (is_method and name.endswith("_") and not name.endswith("__")):
             return [*node.args[:1]]
-        return [] if hasattr(Tensor, name) or name in _METHODS_OF_DTENSORS else None
+        is_known = not is_method or hasattr(Tensor, name) or name in _METHODS_OF_DTENSORS
+        return [] if is_known else None
     if node.op != "call_function":
         return None
-    if target in _WRITING_FUNCTIONS:
-        return [*node.args[:1]]
     if not isinstance(target, (OpOverload, OpOverloadPacket)) and not inspect.isbuiltin(target):
         return _written_by_signature(node)
-    if getattr(target, "__module__", None) in _KNOWN_BUILTINS:
+    if module in _KNOWN_BUILTINS:
         return []
     packet = getattr(torch.ops.aten, name, None) if inspect.isbuiltin(target) else target
     return None if packet is None else _written_by_schemas(node, packet)
@@ -97,9 +90,8 @@ def _written_by_schemas(node: Node, target: Any) -> list[Any]:
 def _written_by_signature(node: Node) -> list[Any] | None:
     target: Any = node.target
     module = getattr(target, "__module__", None) or ""
-    if module not in _KNOWN_MODULES and module.split(".")[0] not in _KNOWN_MODULES - {"torch"}:
-        return None
-    if name_of_target(target).endswith("_"):
+    is_known = module in _KNOWN_MODULES or module.split(".")[0] in _KNOWN_MODULES - {"torch"}
+    if not is_known or name_of_target(target).endswith("_"):
         return None
     try:
         bound = inspect.signature(target).bind(*node.args, **node.kwargs)
@@ -116,9 +108,8 @@ def _written_by_signature(node: Node) -> list[Any] | None:
 
 def _written_by_bodies(node: Node) -> list[Any] | None:
     """Nothing, if no body of a higher-order operator (a checkpoint, say) writes into its inputs."""
-    root: Any = node.graph.owning_module
-    modules = {} if root is None else dict(root.named_modules())
-    found = [modules.get(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+    names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+    found = [getattr(node.graph.owning_module, name, None) for name in names]
     bodies = [module for module in found if isinstance(module, GraphModule)]
     return None if not bodies or any(map(_writes_into_inputs, bodies)) else []
 
@@ -132,14 +123,12 @@ def _writes_into_inputs(body: GraphModule) -> bool:
 
 def storages_of(value: Any) -> Iterator[int]:
     """The storages of the tensors in a value, each as its address."""
-    if isinstance(value, (tuple, list)):
-        for element in value:
-            yield from storages_of(element)
-    elif isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
-        for name in value.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(value, name))
-    elif isinstance(value, Tensor) and value.layout is torch.strided:
-        yield value.untyped_storage()._cdata
+    for leaf in tree_leaves(value):
+        if is_traceable_wrapper_subclass(leaf):
+            for name in leaf.__tensor_flatten__()[0]:
+                yield from storages_of(getattr(leaf, name))
+        elif isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            yield leaf.untyped_storage()._cdata
 
 
 class Effects:
@@ -148,17 +137,15 @@ class Effects:
     def __init__(self, graph: Graph) -> None:
         self._writes: dict[int, list[Node]] = {}  # by storage
         self._unknown: list[Node] = []  # writes into something without an example
-        self._regions: dict[Node, int] = {}  # a change of a mode begins a new region
-        self._in_transform: set[int] = set()  # regions inside a torch.func transform
+        # By node: a change of a mode begins a new region; one may be inside a torch.func transform.
+        self.regions: dict[Node, tuple[int, bool]] = {}
         region = transforms = 0
         for node in graph.nodes:
             name = name_of_target(node.target)
             if node.op == "call_function" and any(mode in name for mode in _MODES):
                 region += 1
                 transforms += ("_increment_nesting" in name) - ("_decrement_nesting" in name)
-                if transforms:
-                    self._in_transform.add(region)
-            self._regions[node] = region
+            self.regions[node] = region, transforms > 0
             found: list[Node] = []
             map_arg(tuple(written(node)), found.append)
             for value in map(value_of, found):
@@ -177,14 +164,3 @@ class Effects:
         """A node after start (and before end, if given) that writes into one of nodes, or None."""
         found = itertools.chain(*map(self.writers, nodes))
         return next((n for n in found if start < n and (end is None or n < end)), None)
-
-    def in_one_region(self, nodes: Iterable[Node]) -> bool:
-        return len({self._regions[node] for node in nodes}) <= 1
-
-    def in_transform(self, node: Node) -> bool:
-        """Whether torch.func transforms what the node computes."""
-        return self._regions[node] in self._in_transform
-
-    def place(self, node: Node, beside: Node) -> None:
-        """Gives a new node the modes of the node beside it."""
-        self._regions[node] = self._regions[beside]

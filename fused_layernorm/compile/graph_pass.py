@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from dataclasses import dataclass, field
@@ -10,13 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
-from ..ops import aten_forward
-from . import groups, replace, rules, sites
-from .effects import Effects, name_of_target
-from .reading import origin, read, value_of
+from ..ops import aten_forward, groups
+from ..ops.operators import operator_of
+from . import replace, rules, sites
+from .effects import Effects
+from .reading import name_of_target, origin, read, value_of
 from .replace import NotFused
 from .rules import Choice, Problem
 from .sites import Site
@@ -62,67 +63,58 @@ def run(graph_module: GraphModule, settings: Settings) -> list[Row]:
             if found:
                 module.recompile()
             rows += found
-    failed = {f"{row.name} {row.where}".strip(): row.error for row in rows if row.error is not None}
-    for error in list(failed.values())[:1]:
-        what = f"its graph pass failed with {type(error).__name__}: {error}"
-        warnings.warn(
-            f"fused_layernorm leaves {', '.join(failed)} to PyTorch: {what}", stacklevel=2
-        )
+    failed = [row for row in rows if row.error is not None]
+    if failed:
+        names = ", ".join(dict.fromkeys(f"{row.name} {row.where}".strip() for row in failed))
+        what = f"its graph pass failed with {type(failed[0].error).__name__}: {failed[0].error}"
+        warnings.warn(f"fused_layernorm leaves {names} to PyTorch: {what}", stacklevel=2)
     return rows
 
 
 def _run_graph(graph: Graph, settings: Settings) -> list[Row]:
     rows: list[Row] = []
-    node = next(iter(graph.nodes))
-    try:
-        effects = Effects(graph)
-        for node in list(graph.nodes):
+    effects = None
+    for node in list(graph.nodes):
+        try:
             if settings.deterministic or not settings.with_inductor:
                 # aten_ variants leave the forward pass to Inductor.
                 node.target = aten_forward.KERNELS.get(node.target, node.target)
-    except Exception as error:
-        return [_failed(node, error)]
-    for node in list(graph.nodes):
-        try:
-            site = None if node._erased else sites.find(node) or groups.find(node)
+            site = None if node._erased else sites.find(node)
             if site is not None and value_of(node).device.type in rules.DEVICES:
+                effects = effects or Effects(graph)
                 rows.append(_replace(site, graph, effects, settings))
-        except Exception as error:
-            rows.append(_failed(node, error))
+        except Exception as error:  # it must not stop the user's model
+            rows.append(Row(node.name, _where(node), notes=["the pass failed"], error=error))
     return rows
 
 
-def _failed(node: Node, error: Exception) -> Row:
-    """The row of an error of the pass, which must not stop the user's model."""
-    return Row(node.name, _where(node), notes=["the pass failed"], error=error)
-
-
 def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> Row:
-    notes = site.notes
-    if notes:  # no operator computes this norm
-        return _row(site, None, "", notes)
-    for candidate in site.candidates():
+    value, node = value_of(site.norm), site.norm
+    row = Row(node.name, _where(node), tuple(value.shape), value.dtype, site.form, site.statistic)
+    row.notes = site.notes
+    for candidate in [] if site.notes else site.candidates():
         try:
             checked = replace.check(candidate, effects, settings.with_inductor)
-            problem = _problem(candidate, settings)
-            rule = rules.choose(problem)
-            if rule.choice is Choice.PYTORCH:
-                return _row(candidate, None, rule.reason, notes)
-            overload = candidate.overload(checked.arguments)
-            if rule.choice is Choice.INDUCTOR:
-                overload = aten_forward.VARIANTS[overload]
-            row = _row(candidate, overload, rule.reason, notes)
-            row.fused += ["cast"] * (checked.narrowed is not None)
-            replace.apply(checked, overload, graph, effects)
-            return row
+            rule = rules.choose(_problem(candidate, settings))
+            if rule.choice is not Choice.PYTORCH:
+                family = groups.FAMILY if site.of_groups else operator_of(checked.arguments)
+                overload = family.plain
+                if rule.choice is Choice.INDUCTOR:
+                    overload = aten_forward.VARIANTS[overload]
+                replace.apply(checked, overload, graph, effects)
+                row.operator = overload._opname
+                row.fused = candidate.fused + ["cast"] * (checked.narrowed is not None)
+            row.reason = rule.reason
+            break
         except NotFused as reason:
-            if str(reason) not in notes:
-                notes.append(str(reason))
-    return _row(site, None, "", notes)
+            if str(reason) not in row.notes:
+                row.notes.append(str(reason))
+    return row
 
 
 def _problem(site: Site, settings: Settings) -> Problem:
-    neighbours, cols = [origin(site.input), *site.y.users], site.cols
+    neighbours = [origin(site.input), *site.y.users]
+    cols = None if site.of_groups else math.prod(site.normalized_shape)
     return Problem(
         site.fusion,
         cols if isinstance(cols, int) else None,
@@ -148,15 +140,6 @@ def _is_elementwise(node: Any) -> bool:
         return call.name == "cast" or _is_elementwise(call.operands[0])
     name = name_of_target(node.target).split(".")[0] if isinstance(node, Node) else ""
     return _ELEMENTWISE.match(name) is not None
-
-
-def _row(site: Site, overload: OpOverload | None, reason: str, notes: list[str]) -> Row:
-    value, node = value_of(site.norm), site.norm
-    row = Row(node.name, _where(node), tuple(value.shape), value.dtype, site.form, site.statistic)
-    row.reason, row.notes = reason, notes
-    if overload is not None:
-        row.fused, row.operator = site.fused, overload._opname
-    return row
 
 
 def _where(node: Node) -> str:

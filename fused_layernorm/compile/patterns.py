@@ -9,6 +9,7 @@ steps changes rounding only, so it may stand anywhere (but see `rounded` in site
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -60,13 +61,6 @@ _COMMUTATIVE = ("add", "mul")
 _OPERATIONS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
 
 
-class Viewed(NamedTuple):
-    """A tensor, and views to apply to it: for scale, those that the graph applies to 1 + scale."""
-
-    base: Node
-    views: tuple[Node, ...]  # in the order in which they are made
-
-
 class Match(NamedTuple):
     """What the names of a pattern stand for, and the nodes that compute its result from them."""
 
@@ -78,6 +72,7 @@ class Match(NamedTuple):
         return self._replace(nodes=self.nodes | {n for n in nodes if isinstance(n, Node)})
 
 
+@functools.cache
 def parse(expression: Any) -> Any:
     """The pattern of an expression, given as text or tree: a name, a number, or a Call of these."""
     is_text = isinstance(expression, str)
@@ -115,19 +110,14 @@ def _name(name: str, value: Any, match: Match) -> Iterator[Match]:
 
 
 def _call(pattern: Call, value: Any, match: Match) -> Iterator[Match]:
-    call = read(value)
-    while call is not None and call.name in ("cast", "same") and is_tensor(value):
-        match = match.passing(value)
-        (value,) = call.operands
-        call = read(value)
+    *casts, value = before_casts(value, only_widening=False)
+    call, match = read(value), match.passing(*casts)
     if call is None:
         return
     if call.name == "view" and pattern == _ONE_PLUS_SCALE:
         for found in _call(pattern, call.operands[0], match.passing(value)):
-            base = found.values["scale"]
-            views = (value,) if isinstance(base, Node) else (*base.views, value)
-            base = base if isinstance(base, Node) else base.base
-            yield found._replace(values={**found.values, "scale": Viewed(base, views)})
+            views = (*found.values.get("scale_views", ()), value)
+            yield found._replace(values={**found.values, "scale_views": views})
         return
     if call.name != pattern.name or len(call.operands) != len(pattern.operands):
         return
@@ -152,10 +142,3 @@ def _operands(patterns: tuple[Any, ...], values: tuple[Any, ...], match: Match) 
 
 
 _ONE_PLUS_SCALE = parse("1 + scale")
-PARSED = {
-    expression: parse(expression)
-    for expressions in (
-        *(*NORMALIZED.values(), SUMS, AFFINES, MODULATIONS, GROUP_ACTIVATIONS, FACTORS),
-    )
-    for expression in expressions
-}

@@ -7,33 +7,30 @@ for all of them, or None for a node that occurs in no pattern. A Call has no sid
 
 from __future__ import annotations
 
-import inspect
-import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._prims_common import canonicalize_dims
 from torch.fx import Node
 
 from ..ops import formulas, load
 from ..ops.arguments import DTYPES, HALF, rms_eps
 from ..ops.aten_forward import VARIANTS
+from ..ops.groups import group_norm
 
 aten = torch.ops.aten
 
 
 class Call(NamedTuple):
-    """An operation on nodes, numbers and other Calls.
-
-    `over` is the dimensions of a reduction, or the number of dimensions of a norm.
-    """
+    """An operation on nodes, numbers and other Calls."""
 
     name: str
-    operands: tuple[Any, ...]
-    over: Any = None
+    operands: Any  # a tuple; of a norm that is called, the fields of its Site
+    over: Any = None  # the dimensions of a reduction
 
 
 def value_of(node: Any) -> Any:
@@ -57,22 +54,38 @@ def is_number(value: Any) -> bool:
     return isinstance(found, numbers) and not isinstance(found, bool)
 
 
+def name_of_target(target: Any) -> str:
+    """The name of a function or method, without its module."""
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
 # ---- A reader for each operation: its signature has the arguments that it understands ------------
 
 _Reader = Callable[..., Call | None]
-# By target; a reader without a signature takes the node itself.
-_readers: dict[Any, tuple[_Reader, inspect.Signature | None]] = {}
+_readers: dict[Any, Callable[[Node], Call | None]] = {}  # by target
 
 
-def reads(*targets: Any, node: bool = False) -> Callable[[_Reader], _Reader]:
-    """Registers a reader of these functions, operators, or methods by name.
+def spellings(*names: Any) -> Iterator[Any]:
+    """PyTorch's functions and operators of these names, and its methods, which are their names.
+    What is no name stands for itself."""
+    for name in names:
+        yield name
+        if not isinstance(name, str):
+            continue
+        for module in (operator, torch, F, torch._C._nn):
+            if hasattr(module, name):
+                yield getattr(module, name)
+        packet = getattr(aten, name, None)
+        overloads = [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
+        yield from (one for one in overloads if not one._schema.is_mutable)
 
-    The reader takes the arguments of such a call or, with `node`, its node.
-    """
+
+def reads(*names: Any, node: bool = False) -> Callable[[_Reader], _Reader]:
+    """Registers a reader, which takes the arguments of a call or, with `node`, its node."""
 
     def register(reader: _Reader) -> _Reader:
-        signature = None if node else inspect.signature(reader)
-        _readers.update(dict.fromkeys(targets, (reader, signature)))
+        of_node = reader if node else lambda one: reader(*one.args, **one.kwargs)
+        _readers.update(dict.fromkeys(spellings(*names), of_node))
         return reader
 
     return register
@@ -84,25 +97,16 @@ def read(value: Any) -> Call | None:
         return value
     if not isinstance(value, Node) or value.op not in ("call_function", "call_method"):
         return None
-    if value.target not in _readers:
-        return None
-    reader, signature = _readers[value.target]
-    if signature is None:
-        return reader(value)
+    reader = _readers.get(value.target)
     try:
-        bound = signature.bind(*value.args, **value.kwargs)
-    except TypeError:
+        return None if reader is None else reader(value)
+    except TypeError:  # it understands no such arguments
         return None
-    return reader(*bound.args, **bound.kwargs)
-
-
-def _is_one(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value == 1
 
 
 def _product(name: str, input: Any, other: Any) -> Call:
     """A product or quotient; one that changes nothing is the same."""
-    kept = (input,) if _is_one(other) else (other,) if name == "mul" and _is_one(input) else ()
+    kept = (input,) if other == 1 else (other,) if name == "mul" and input == 1 else ()
     return Call("same", kept) if kept else Call(name, (input, other))
 
 
@@ -116,52 +120,43 @@ def _power(input: Any, exponent: Any) -> Call:
 
 
 # fmt: off
-reads(operator.add, torch.add, "add", "__add__", "__radd__", aten.add.Tensor, aten.add.Scalar)(
+reads("add", "__add__", "__radd__")(
     lambda input, other, *, alpha=1: Call("add", (input, other)) if alpha == 1 else None)
-reads(operator.sub, torch.sub, "sub", "__sub__", aten.sub.Tensor, aten.sub.Scalar)(
+reads("sub", "__sub__")(
     lambda input, other, *, alpha=1: Call("sub", (input, other)) if alpha == 1 else None)
-reads(torch.addcmul, "addcmul", aten.addcmul.default)(
+reads("addcmul")(
     lambda input, tensor1, tensor2, *, value=1:
     Call("add", (input, Call("mul", (tensor1, tensor2)))) if value == 1 else None)
-reads(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__",
-      aten.mul.Tensor, aten.mul.Scalar)(lambda input, other: _product("mul", input, other))
-reads(operator.truediv, torch.div, torch.true_divide, "div", "true_divide", "__truediv__",
-      aten.div.Tensor, aten.div.Scalar)(lambda input, other: _product("div", input, other))
-reads(operator.pow, torch.pow, "pow", "__pow__", aten.pow.Tensor_Scalar)(_power)
-reads(torch.square, "square", aten.square.default)(lambda input: Call("pow", (input, 2)))
-reads(torch.sqrt, "sqrt", aten.sqrt.default)(_unary("sqrt"))
-reads(torch.rsqrt, "rsqrt", aten.rsqrt.default)(_unary("rsqrt"))
-reads(torch.sigmoid, F.sigmoid, "sigmoid", aten.sigmoid.default)(_unary("sigmoid"))
-reads(torch.relu, F.relu, "relu", aten.relu.default)(_unary("relu"))
-reads(F.silu, torch._C._nn.silu, "silu", aten.silu.default)(_unary("silu"))
-reads(F.leaky_relu, torch._C._nn.leaky_relu, aten.leaky_relu.default)(
+reads("mul", "multiply", "__mul__", "__rmul__")(
+    lambda input, other: _product("mul", input, other))
+reads("div", "truediv", "true_divide", "__truediv__")(
+    lambda input, other: _product("div", input, other))
+reads("pow", "__pow__")(_power)
+reads("square")(lambda input: Call("pow", (input, 2)))
+for _name in ("sqrt", "rsqrt", "sigmoid", "relu", "silu"):
+    reads(_name)(_unary(_name))
+reads("leaky_relu")(
     lambda input, negative_slope=0.01, inplace=False:
     None if inplace or negative_slope != 0.01 else Call("leaky_relu", (input,)))
+reads("gelu")(
+    lambda input, approximate="none":
+    Call("gelu" if approximate == "none" else "gelu_tanh", (input,)))
 # Dropout that drops nothing.
-reads(F.dropout, torch.dropout, aten.dropout.default)(
+reads("dropout")(
     lambda input, p=0.5, training=True, inplace=False:
     None if inplace or (training and p != 0) else Call("same", (input,)))
 # fmt: on
-
-
-@reads(F.gelu, torch._C._nn.gelu, aten.gelu.default)
-def _gelu(input: Any, approximate: str = "none") -> Call | None:
-    names = {"none": "gelu", "tanh": "gelu_tanh"}
-    return Call(names[approximate], (input,)) if approximate in names else None
 
 
 def _reduction(name: str, input: Any, dim: Any) -> Call | None:
     """A reduction that keeps its dimensions, which `over` counts from the front."""
     if not is_tensor(input) or dim is None:
         return None
-    ndim = value_of(input).dim()
-    dims = (dim,) if isinstance(dim, int) else dim
-    if not isinstance(dims, (tuple, list)) or not all(isinstance(d, int) for d in dims):
-        return None
-    return Call(name, (input,), tuple(sorted(d % ndim for d in dims)))
+    dims = canonicalize_dims(value_of(input).dim(), (dim,) if isinstance(dim, int) else dim)
+    return Call(name, (input,), tuple(sorted(dims)))
 
 
-@reads(torch.mean, "mean", aten.mean.dim)
+@reads("mean")
 def _mean(
     input: Any, dim: Any = None, keepdim: Any = False, *, axis: Any = None, dtype: Any = None
 ) -> Call | None:
@@ -169,7 +164,7 @@ def _mean(
     return _reduction("mean", input, dim) if keepdim and dtype is None else None
 
 
-def _reads_var(name: str, *targets: Any) -> None:
+def _var(name: str) -> _Reader:
     def reader(
         input: Any, dim: Any = None, unbiased: Any = True, keepdim: Any = False, *,
         correction: Any = None,
@@ -177,52 +172,64 @@ def _reads_var(name: str, *targets: Any) -> None:
         is_biased = correction == 0 if correction is not None else unbiased in (False, 0)
         return _reduction(name, input, dim) if keepdim and is_biased else None
 
-    reads(*targets)(reader)
+    return reader
 
 
-_reads_var("var", torch.var, "var", aten.var.correction, aten.var.dim)
-_reads_var("var_mean", torch.var_mean, aten.var_mean.correction, aten.var_mean.dim)
+reads("var")(_var("var"))
+reads("var_mean")(_var("var_mean"))
 
 
-def _norm(name: str, shape: Any, input: Any, weight: Any, bias: Any, eps: Any, *more: Any) -> Call:
-    """A norm by its input, weight, bias, eps, weight_offset and round_before_weight."""
-    operands = (input, weight, bias, rms_eps(eps, value_of(input)), *(more or (0.0, False)))
-    return Call(name, operands, len(shape))
+def _norm(input: Any, weight: Any, bias: Any, eps: Any, **more: Any) -> Call:
+    eps = rms_eps(eps, value_of(input))
+    return Call("norm", {"input": input, "weight": weight, "bias": bias, "eps": eps, **more})
 
 
 # fmt: off
-reads(F.layer_norm, torch.layer_norm, aten.layer_norm.default)(
+reads("layer_norm", "native_layer_norm")(
     lambda input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True:
-    _norm("layer_norm", normalized_shape, input, weight, bias, eps))
-reads(torch.native_layer_norm, aten.native_layer_norm.default)(
-    lambda input, normalized_shape, weight, bias, eps:
-    _norm("native_layer_norm", normalized_shape, input, weight, bias, eps))
-reads(F.rms_norm, torch.rms_norm, aten.rms_norm.default)(
+    _norm(input, weight, bias, eps, normalized_ndim=len(normalized_shape)))
+reads("rms_norm", "_fused_rms_norm")(
     lambda input, normalized_shape, weight=None, eps=None:
-    _norm("rms_norm", normalized_shape, input, weight, None, eps))
-reads(torch._fused_rms_norm, aten._fused_rms_norm.default)(
-    lambda input, normalized_shape, weight, eps:
-    _norm("_fused_rms_norm", normalized_shape, input, weight, None, eps))
+    _norm(input, weight, None, eps, normalized_ndim=len(normalized_shape), statistic="rms"))
+reads("group_norm")(
+    lambda input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True:
+    _norm(input, weight, bias, eps, num_groups=num_groups))
+reads("native_group_norm")(
+    lambda input, weight, bias, N, C, HxW, group, eps:
+    _norm(input, weight, bias, eps, num_groups=group))
 # fmt: on
 
 
-@reads(load.layer_norm, VARIANTS[load.layer_norm])
-def _fused_layer_norm(*args: Any, **kwargs: Any) -> Call | None:
-    """This package's operator or its aten_ variant, which a swapped module calls."""
-    a = formulas.call_of(load.layer_norm)(*args, **kwargs)
-    if a.activation is not None or a.output_scale != 1.0 or a.keeps_order:
+@reads(F.instance_norm)
+def _instance_norm(
+    input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None,
+    bias: Any = None, use_input_stats: Any = True, momentum: Any = 0.1, eps: Any = 1e-5,
+) -> Call | None:  # fmt: skip
+    """Without running statistics: as many groups as channels."""
+    if running_mean is not None or running_var is not None or use_input_stats is not True:
         return None
-    options = (a.weight_offset, a.round_before_weight)
-    return _norm(
-        f"{a.statistic}_norm", range(a.normalized_ndim), a.input, a.weight, a.bias, a.eps, *options
-    )
+    if not is_tensor(input) or value_of(input).dim() < 3:
+        return None
+    return _norm(input, weight, bias, eps, num_groups=value_of(input).shape[1])
 
 
 # ---- Readers that take the node itself -----------------------------------------------------------
 
 
-@reads("to", "float", "half", "bfloat16", "double", "type", "type_as", node=True)
-@reads(aten.to.dtype, aten.to.device, aten._to_copy.default, aten.type_as.default, node=True)
+@reads(load.layer_norm, VARIANTS[load.layer_norm], group_norm, node=True)
+def _own_norm(node: Any) -> Call | None:
+    """This package's operators, which swapped modules call."""
+    a = formulas.call_of(node.target)(*node.args, **node.kwargs)
+    if a.activation is not None or a.is_modulated or a.output_scale != 1.0 or a.keeps_order:
+        return None
+    names = ("normalized_ndim", "num_groups", "statistic", "weight_offset")
+    given = {name: getattr(a, name) for name in names if hasattr(a, name)}
+    dtype = getattr(value_of(a.input), "dtype", None)
+    given["rounded"] = dtype if a.round_before_weight and dtype in HALF else None
+    return _norm(a.input, a.weight, a.bias, a.eps, **given)
+
+
+@reads("to", "float", "half", "bfloat16", "double", "type", "type_as", "_to_copy", node=True)
 @reads(torch.ops.prims.convert_element_type.default, node=True)
 def _cast(node: Node) -> Call | None:
     """A cast to another floating dtype, or the same, that keeps device, shape and strides."""
@@ -236,35 +243,23 @@ def _cast(node: Node) -> Call | None:
 
 @reads(operator.getitem, node=True)
 def _getitem(node: Node) -> Call | None:
-    """An index that makes a view of a tensor, or that selects one of several results."""
+    """An index that makes a view of a tensor, or that selects one of several results, of which the
+    first is the norm."""
     input, index = node.args
     indices = index if isinstance(index, tuple) else (index,)
     if is_tensor(input):
         is_view = all(i is None or i is Ellipsis or isinstance(i, slice) for i in indices)
         return Call("view", (input,)) if is_view else None
     found = read(input)
-    if found is None or index not in (0, 1):
+    if found is None:
         return None
-    if found.name in _FIRST_OF_SEVERAL and index == 0:
-        return found._replace(name=_FIRST_OF_SEVERAL[found.name])
-    if found.name == "var_mean":
+    if found.name == "var_mean" and index in (0, 1):
         return found._replace(name="mean" if index else "var")
-    return None
-
-
-# Norms that also give their statistics, and the names of those that give the first result only.
-_FIRST_OF_SEVERAL = {
-    "native_layer_norm": "layer_norm",
-    "_fused_rms_norm": "rms_norm",
-    "native_group_norm": "group_norm",
-}
+    return found if found.name == "norm" and index == 0 else None
 
 
 @reads("unsqueeze", "squeeze", "view", "reshape", "expand", "transpose", "permute", node=True)
-@reads("flatten", "unflatten", torch.flatten, torch.unflatten, node=True)
-@reads(torch.unsqueeze, torch.squeeze, torch.reshape, torch.transpose, torch.permute, node=True)
-@reads(aten.unsqueeze.default, aten.slice.Tensor, aten.view.default, node=True)
-@reads(aten.reshape.default, aten.expand.default, node=True)
+@reads("flatten", "unflatten", aten.slice.Tensor, node=True)
 def _view(node: Node) -> Call | None:
     input = node.args[0] if node.args else None
     if not is_tensor(input) or not is_tensor(node) or dtype_of(input) != dtype_of(node):
@@ -293,7 +288,3 @@ def before_casts(node: Any, *, only_widening: bool) -> list[Any]:
 def origin(node: Any) -> Any:
     """The tensor that holds the node's numbers before they were widened."""
     return before_casts(node, only_widening=True)[-1]
-
-
-def is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

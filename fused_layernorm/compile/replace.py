@@ -23,12 +23,12 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from ..ops.arguments import DTYPES, HALF, name_of
+from ..ops.formulas import fields_of
 from ..ops.operators import Arguments, describe, values
 from . import autocast
 from .effects import Effects
-from .patterns import Viewed
-from .reading import before_casts, dtype_of, is_number, read, value_of
-from .sites import Site, are_equal, base_of, shape_of
+from .reading import before_casts, dtype_of, is_tensor, name_of_target, read, value_of
+from .sites import Site, are_equal, is_contiguous
 
 _KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "seq_nr")
 
@@ -41,8 +41,8 @@ class Replacement(NamedTuple):
     """A checked site: what to call, with what, and where."""
 
     site: Site
-    arguments: Arguments  # nodes where the operator takes tensors; scale may be Viewed
-    after: Node | None  # insert the call after this node; None: before the site's last node
+    arguments: Arguments  # nodes where the operator takes tensors
+    before: Node  # which the call stands
     narrowed: autocast.Narrowed | None  # how the kernel rounds in autocast's place, if it does
 
 
@@ -52,41 +52,24 @@ def check(site: Site, effects: Effects, functional: bool) -> Replacement:
     functional: whether the graph is made free of writes before it is differentiated, as AOTAutograd
     does.
     """
-    if effects.in_transform(site.norm):
+    _, in_transform = effects.regions[site.norm]
+    if in_transform:
         raise NotFused("it is inside a torch.func transform")
-    _check_values(site)
+    for node in site.nodes:
+        value = value_of(node)
+        if isinstance(value, Tensor) and value.dtype not in DTYPES:
+            raise NotFused(f"{node.name} is of {name_of(value.dtype)}")
     narrowed = None if effects.writers(site.y) else autocast.narrowed(site.y)
     arguments = _arguments(site, dtype_of(site.y) if narrowed is None else narrowed.dtype)
     operands = _nodes(values(arguments))
     if not site.nodes.isdisjoint(operands):
         raise NotFused("an operand is what the operator would replace")
-    after = site.residual_out and max([site.residual_out, *operands])
     is_activated = site.activation is not None or site.factor != 1.0
-    if arguments.is_modulated and is_activated and not site.is_activated_after_modulation:
+    if arguments.is_modulated and is_activated and not site.of_groups:
         raise NotFused("no operator has both a gate and an activation")
-    _check_order(site, after)
+    before = _place(site, operands)
     _check_effects(site, arguments, effects, functional)
-    return Replacement(site, arguments, after, narrowed)
-
-
-def _check_values(site: Site) -> None:
-    norm = value_of(site.norm)
-    for name, operand in site.operands.items():
-        value = value_of(base_of(operand))
-        if not isinstance(value, Tensor):
-            raise NotFused(f"{name} is no tensor with an example of its shape")
-        if value.device != norm.device:
-            raise NotFused(f"{name} is on {value.device}, the norm on {norm.device}")
-        if name in ("weight", "bias") and not are_equal(value.shape, site.normalized_shape):
-            raise NotFused(f"{name} is not known to have the normalized shape")
-    if not is_number(site.eps):
-        raise NotFused("eps is no number")
-    for node in site.nodes:
-        value = value_of(node)
-        if isinstance(value, Tensor) and value.dtype not in DTYPES:
-            raise NotFused(f"{node.name} is of {name_of(value.dtype)}")
-    if not are_equal(shape_of(site.y), norm.shape):
-        raise NotFused("the result's shape is not known to be the norm's")
+    return Replacement(site, arguments, before, narrowed)
 
 
 def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
@@ -98,10 +81,10 @@ def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
     found["weight"], found["bias"] = _of_one_dtype(site.weight, site.bias, dtypes)
     for name in ("gate", "shift", "scale"):
         value = getattr(site, name)
-        fitting = [v for v in _chain(value) if dtype_of(base_of(v)) in dtypes]
+        fitting = [v for v in _chain(value) if dtype_of(v) in dtypes]
         if value is not None and not fitting:
             beside = " and ".join(sorted(map(name_of, dtypes)))
-            raise NotFused(f"{name} is of {name_of(dtype_of(base_of(value)))}, beside {beside}")
+            raise NotFused(f"{name} is of {name_of(dtype_of(value))}, beside {beside}")
         found[name] = fitting[-1] if fitting else None
     rounded = None if found["weight"] is None else site.rounded
     dtype = dtype_of(found["input"])
@@ -117,10 +100,8 @@ def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
                     round_before_weight=rounds)  # fmt: skip
 
 
-def _chain(value: Node | Viewed | None) -> list[Any]:
+def _chain(value: Node | None) -> list[Any]:
     """The value, and the values that it was widened from."""
-    if isinstance(value, Viewed):
-        return [value._replace(base=base) for base in _chain(value.base)]
     return [] if value is None else before_casts(value, only_widening=True)
 
 
@@ -133,30 +114,26 @@ def _of_one_dtype(weight: Any, bias: Any, dtypes: set[torch.dtype]) -> tuple[Any
 
 
 def _nodes(values: Iterable[Any]) -> list[Node]:
-    return [node for node in map(base_of, values) if isinstance(node, Node)]
+    return [node for node in values if isinstance(node, Node)]
 
 
-def _read_nodes(site: Site, arguments: Arguments) -> set[Node]:
-    """The nodes whose reads the operator replaces: the site's, and casts of its operands."""
-    found = set(site.nodes)
-    for name, value in site.operands.items():
-        chain = _chain(value)
-        found.update(map(base_of, chain[: chain.index(getattr(arguments, name))]))
-    return found
-
-
-def _check_order(site: Site, after: Node | None) -> None:
-    if after is None or site.residual_out is None:
-        return
+def _place(site: Site, operands: list[Node]) -> Node:
+    """The node before which the operator is to stand: the last one or, of an operator that also
+    gives the sum, which may be used elsewhere, one as early as its operands allow."""
+    total = site.residual_out
+    if total is None:
+        return site.y
+    after = max([total, *operands])
     if site.y < after:
         raise NotFused(f"{after.name} comes after the norm")
     gone: set[Node] = set()  # what the operator leaves without a user
     for node in sorted(site.nodes, reverse=True):
-        if node in (site.y, site.residual_out) or gone.issuperset(node.users):
+        if node in (site.y, total) or gone.issuperset(node.users):
             gone.add(node)
-    for user in site.residual_out.users:
+    for user in total.users:
         if user not in gone and user <= after:
             raise NotFused(f"{user.name} uses the sum before {after.name} is there")
+    return after.next
 
 
 def _check_effects(site: Site, arguments: Arguments, effects: Effects, functional: bool) -> None:
@@ -164,20 +141,23 @@ def _check_effects(site: Site, arguments: Arguments, effects: Effects, functiona
 
     Without Inductor nothing may write either, later, into what only the operator's backward reads.
     """
-    reads, total = _read_nodes(site, arguments), site.residual_out
-    if not effects.in_one_region(reads):
+    reads = set(site.nodes)  # what reads in the operator's place: casts of its operands do, too
+    for name, value in site.operands.items():
+        chain = _chain(value)
+        reads.update(chain[: chain.index(getattr(arguments, name))])
+    if len({effects.regions[node] for node in reads}) > 1:
         raise NotFused("autocast or the gradient mode changes in between")
-    a, start, end = arguments, min(reads), site.y
+    a, start, end, total = arguments, min(reads), site.y, site.residual_out
     x = a.input if total is None else total
     saved: list[Any] = [a.gate, a.shift, a.scale, a.weight, a.bias, a.gate and a.input]
     saved.append(None if x is site.saved else x)
     for nodes, begin, last, what in (
         (_nodes(values(a)), start, end, "an operand in between"),
-        (_nodes([total]), total, end, "the sum before it is normalized"),
+        (_nodes([total]), total or start, end, "the sum before it is normalized"),
         (reads - {end, total}, start, end, "what is computed in between"),
         ([] if functional else _nodes(saved), start, None, "what backward reads"),
     ):
-        node = effects.write_between(nodes, begin, last) if begin is not None else None
+        node = effects.write_between(nodes, begin, last)
         if node is not None:
             raise NotFused(f"{node.name} writes into {what}")
 
@@ -185,11 +165,8 @@ def _check_effects(site: Site, arguments: Arguments, effects: Effects, functiona
 # ---- The replacement -----------------------------------------------------------------------------
 
 
-Make = Callable[..., Node]
-
-
 @contextlib.contextmanager
-def making(graph: Graph, before: Node, beside: Node, effects: Effects) -> Iterator[Make]:
+def making(graph: Graph, before: Node, beside: Node, effects: Effects) -> Iterator[Any]:
     """Gives what makes nodes before a node, in the modes of the one beside them; an error erases
     them."""
     made: list[Node] = []
@@ -199,7 +176,7 @@ def making(graph: Graph, before: Node, beside: Node, effects: Effects) -> Iterat
         made.append(node)
         node.meta.update({key: value for key, value in beside.meta.items() if key in _KEPT})
         node.meta[_key_of(beside)] = example_of(node)
-        effects.place(node, beside)
+        effects.regions[node] = effects.regions[beside]
         return node
 
     try:
@@ -216,16 +193,13 @@ def _key_of(node: Node) -> str:
     return "example_value" if "example_value" in node.meta else "val"
 
 
-def example_of(node: Node) -> Any:
+def example_of(node: Node, value_of: Callable[[Node], Any] = value_of) -> Any:
     """The node's result for the examples of its arguments; it adds no guard."""
     args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
-    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-    fake_modes = (maybe_get_fake_mode(tensor) for tensor in tensors)
-    shape_envs = {mode.shape_env for mode in fake_modes if mode is not None}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for shape_env in filter(None, shape_envs):
-            stack.enter_context(shape_env.suppress_guards())
+    fake_mode = next(filter(None, map(maybe_get_fake_mode, tree_leaves((args, kwargs)))), None)
+    shape_env = None if fake_mode is None else fake_mode.shape_env
+    unguarded = contextlib.nullcontext() if shape_env is None else shape_env.suppress_guards()
+    with torch.no_grad(), unguarded:
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -242,41 +216,39 @@ def apply(replacement: Replacement, fused: OpOverload, graph: Graph, effects: Ef
     shape or strides.
     """
     site, arguments = replacement.site, replacement.arguments
-    following = site.y if replacement.after is None else replacement.after.next
     olds = [site.y] if site.residual_out is None else [site.y, site.residual_out]
-    with making(graph, following, site.norm, effects) as make:
-        rows: dict[str, Any] = {}
-        if isinstance(arguments.scale, Viewed):  # under the views that the graph gives 1 + scale
-            rows["scale"] = arguments.scale.base
-            for view in arguments.scale.views:
-                args = (rows["scale"], *view.args[1:])
-                rows["scale"] = make(view.target, args, view.kwargs, view.op)
-        if site.has_rows and (site.residual is not None or site.is_modulated):
+    with making(graph, replacement.before, site.norm, effects) as make:
+        given: dict[str, Any] = dict(zip(arguments._fields, values(arguments), strict=True))
+        for view in site.scale_views:
+            args = (given["scale"], *view.args[1:])
+            given["scale"] = make(view.target, args, view.kwargs, view.op)
+        if not site.of_groups and (site.residual is not None or site.is_modulated):
             for name in ("input", "residual"):
-                operand = getattr(arguments, name)
-                if operand is not None and is_apart(operand, site):
-                    rows[name] = make(torch.ops.aten.contiguous.default, (operand,))
-        arguments = arguments._replace(**rows)
-        node = make(fused, site.lay_out(arguments))
-        outputs = [site.as_read(node, make)]
+                if given[name] is not None and is_apart(given[name], site):
+                    given[name] = make(torch.ops.aten.contiguous.default, (given[name],))
+        given["num_groups"] = site.num_groups
+        node = make(fused, tuple(given[name] for name in fields_of(fused)))
+        outputs = [node]
         if site.residual_out is not None:
             outputs = [make(operator.getitem, (node, i)) for i in range(2)]
+        elif site.of_groups and not _users_do_not_mind(site.y, node):
+            outputs = [make(torch.ops.aten.contiguous.default, (node,))]
         dtypes = [arguments.out_dtype, *map(dtype_of, olds[1:])]
         for old, output, dtype in zip(olds, outputs, dtypes, strict=True):
-            _check_alike(old, output, dtype, site.has_rows)
+            _check_alike(old, output, dtype, site.of_groups)
     # The old examples are kept: they share memory with those of views that stay in the graph.
-    values = [value_of(old) for old in olds]
-    if replacement.narrowed is not None or not have_same_strides(values[0], value_of(outputs[0])):
-        values[0] = value_of(outputs[0])
+    examples = [value_of(old) for old in olds]
+    if replacement.narrowed or not have_same_strides(examples[0], value_of(outputs[0])):
+        examples[0] = value_of(outputs[0])
     key = _key_of(site.norm)
-    if site.has_rows:
-        node.meta[key] = values[0] if site.residual_out is None else tuple(values)
-    for old, output, value in zip(olds, outputs, values, strict=True):
-        output.meta[key] = value
+    if site.residual_out is not None:
+        node.meta[key] = tuple(examples)
+    for old, output, example in zip(olds, outputs, examples, strict=True):
+        output.meta[key] = example
         old.replace_all_uses_with(output)
     for old in olds:
         erase(old, graph)
-    for moved in () if replacement.narrowed is None else replacement.narrowed.moved:
+    for moved in replacement.narrowed.moved if replacement.narrowed else ():
         moved.meta[key] = example_of(moved)
 
 
@@ -285,25 +257,17 @@ def is_apart(operand: Any, site: Site) -> bool:
     return not is_contiguous(value_of(operand), value_of(operand).dim() - site.normalized_ndim)
 
 
-def is_contiguous(value: Tensor, first: int = 0) -> bool:
-    """Whether a tensor's dimensions, from the first of them on, are known to be contiguous."""
-    expected: list[Any] = []
-    for size in [1, *value.shape[:first:-1]]:
-        expected.insert(0, expected[0] * size if expected else 1)
-    return are_equal(value.stride()[first:], expected)
-
-
-def _check_alike(old: Node, new: Node, dtype: Any, of_rows: bool) -> None:
+def _check_alike(old: Node, new: Node, dtype: Any, of_groups: bool) -> None:
     """Raises NotFused unless the new node gives a tensor like the old one's, but of this dtype.
 
-    Of the strides of an operator that is not of rows, `as_read` decides.
+    The strides of groups need not be the same where nobody minds.
     """
     one, other = value_of(old), value_of(new)
     alike = {
         "dtype": other.dtype == dtype,
         "device": one.device == other.device,
         "shape": are_equal(one.shape, other.shape),
-        "strides": not of_rows or have_same_strides(one, other),
+        "strides": of_groups or have_same_strides(one, other),
     }
     for what, is_same in alike.items():
         if not is_same:
@@ -314,6 +278,23 @@ def have_same_strides(one: Tensor, other: Tensor) -> bool:
     """As far as it is known; the stride of a dimension of one element does not matter."""
     counted = [i for i, size in enumerate(one.shape) if not are_equal([size], [1])]
     return are_equal(*([tensor.stride(i) for i in counted] for tensor in (one, other)))
+
+
+def _users_do_not_mind(old: Node, new: Node) -> bool:
+    """Whether what reads the old node gives results of the same strides from the new one.
+
+    A convolution with a channels_last weight does. PyTorch's group_norm gives a contiguous tensor
+    from one of channels_last, which the convolution behind it would copy.
+    """
+    if have_same_strides(value_of(old), value_of(new)):
+        return True
+    for user in old.users:
+        if "conv" not in name_of_target(user.target) or user.op != "call_function":
+            return False
+        found = example_of(user, lambda node: value_of(new if node is old else node))
+        if not is_tensor(user) or not are_equal(found.stride(), value_of(user).stride()):
+            return False
+    return True
 
 
 def erase(node: Node, graph: Graph) -> None:

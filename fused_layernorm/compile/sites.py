@@ -10,18 +10,18 @@ import math
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..ops.arguments import HALF
-from ..ops.operators import TENSORS, Arguments, operator_of
+from ..ops.operators import TENSORS
 from . import patterns
-from .patterns import PARSED, Match, Viewed, matches
-from .reading import Call, before_casts, dtype_of, is_finite, is_tensor, origin, read, value_of
+from .patterns import Match, matches, parse
+from .reading import before_casts, dtype_of, is_tensor, name_of_target, origin, read, value_of
 from .rules import Fusion
 
 
@@ -30,20 +30,22 @@ class Site:
     """One norm. The fields named as in the patterns are nodes of the graph, or None."""
 
     norm: Node  # the node that gives the normalized values
+    y: Node  # the last of the nodes that become one operator
+    nodes: frozenset[Node]  # that are replaced
     form: str  # how it is written
     input: Node
-    normalized_ndim: int
-    weight: Node | None
-    bias: Node | None
     eps: Any
-    y: Node  # the last of the nodes that become one operator
+    weight: Node | None = None
+    bias: Node | None = None
+    normalized_ndim: int = 1
+    num_groups: Any = None  # of a norm of groups, whose weight has a number for each channel
     saved: Node | None = None  # the node whose value the norm's own backward reads
-    nodes: frozenset[Node] = frozenset()  # the nodes that are replaced
     residual_out: Node | None = None
     residual: Node | None = None
     gate: Node | None = None
     shift: Node | None = None
-    scale: Node | Viewed | None = None
+    scale: Node | None = None
+    scale_views: tuple[Node, ...] = ()  # what the graph makes of 1 + scale, in this order
     activation: str | None = None
     factor: float = 1.0
     statistic: str = "layer"
@@ -51,28 +53,25 @@ class Site:
     rounded: torch.dtype | None = None  # half precision, to which xhat is rounded before weight
     notes: list[str] = field(default_factory=list)  # what was left, and why
 
-    # Whether the operator takes rows in any order of memory, and copies none of them.
-    has_rows = True
-    is_activated_after_modulation = False  # whether an operator has both, in this order
-    activations = patterns.ACTIVATIONS
-
     @property
     def operands(self) -> dict[str, Any]:
         found = {name: getattr(self, name) for name in TENSORS}
         return {name: value for name, value in found.items() if value is not None}
 
     @property
-    def normalized_shape(self) -> torch.Size:
-        shape = value_of(self.norm).shape
-        return shape[len(shape) - self.normalized_ndim :]
+    def of_groups(self) -> bool:
+        return self.num_groups is not None
 
     @property
-    def cols(self) -> Any:
-        """How many columns are normalized together, or None where the rules do not ask."""
-        return math.prod(self.normalized_shape)
+    def normalized_shape(self) -> torch.Size:
+        """The shape of weight and bias."""
+        shape = value_of(self.norm).shape
+        return shape[1:2] if self.of_groups else shape[len(shape) - self.normalized_ndim :]
 
     @property
     def fusion(self) -> Fusion:
+        if self.of_groups:
+            return Fusion.GROUPS
         if self.is_modulated or self.gate is not None:
             return Fusion.MODULATED
         if self.activation is not None:
@@ -88,23 +87,14 @@ class Site:
         before it; then the same two without the operations after the norm."""
         grown = grow(self)
         for start in [self] if grown.y is self.y else [grown, self]:
-            yield from with_sum(start)
+            yield from [start] if self.of_groups else with_sum(start)
 
-    def overload(self, a: Arguments) -> OpOverload:
-        """The operator that computes the site, of which these are the arguments."""
-        return operator_of(a).plain
-
-    def lay_out(self, a: Arguments) -> tuple[Any, ...]:
-        """The operator's arguments in the order of its schema."""
-        return tuple(getattr(a, name) for name in operator_of(a).fields)
-
-    def as_read(self, y: Node, make: Any) -> Node:
-        """What takes the place of the site's result, of what the operator gives."""
-        return y
-
-    def takes(self, modulation: Node | Viewed) -> bool:
-        """Whether a gate, shift or scale has an element for each column, as the kernels read it."""
-        shape, whole = shape_of(modulation)[::-1], value_of(self.norm).shape[::-1]
+    def takes(self, modulation: Node) -> bool:
+        """Whether a gate, shift or scale has an element for each column (of groups a number for
+        each channel of each sample), as the kernels read it."""
+        shape, whole = value_of(modulation).shape[::-1], value_of(self.norm).shape[::-1]
+        if self.of_groups:
+            return are_equal(shape, [*[1] * (len(whole) - 2), *whole[-2:]])
         ndim = self.normalized_ndim
         return ndim <= len(shape) <= len(whole) and all(
             statically_known_true(a == b) or (i >= ndim and statically_known_true(a == 1))
@@ -119,9 +109,6 @@ class Site:
         return found + ["factor"] * (self.factor != 1.0)
 
 
-S = TypeVar("S", bound=Site)
-
-
 def are_equal(one: Iterable[Any], other: Iterable[Any]) -> bool:
     """Whether two shapes are known to be equal, without a guard."""
     one, other = tuple(one), tuple(other)
@@ -130,13 +117,12 @@ def are_equal(one: Iterable[Any], other: Iterable[Any]) -> bool:
     )
 
 
-def base_of(value: Any) -> Any:
-    """The node of a Viewed; any other value itself."""
-    return value.base if isinstance(value, Viewed) else value
-
-
-def shape_of(value: Node | Viewed) -> torch.Size:
-    return value_of(value.views[-1] if isinstance(value, Viewed) else value).shape
+def is_contiguous(value: Tensor, first: int = 0) -> bool:
+    """Whether a tensor's dimensions, from the first of them on, are known to be contiguous."""
+    expected: list[Any] = []
+    for size in [1, *value.shape[:first:-1]]:
+        expected.insert(0, expected[0] * size if expected else 1)
+    return are_equal(value.stride()[first:], expected)
 
 
 def find(node: Node) -> Site | None:
@@ -144,43 +130,36 @@ def find(node: Node) -> Site | None:
     call = read(node)
     if call is None or not is_tensor(node):
         return None
-    if call.name in ("layer_norm", "rms_norm"):
-        return _called(node, call)
+    if call.name == "norm":
+        return _called(node, call.operands)
     for statistic, expressions in patterns.NORMALIZED.items():
-        for expression in expressions:
-            pattern = PARSED[expression]
+        for pattern in map(parse, expressions):
             if pattern.name == call.name:
                 for match in matches(pattern, node, Match({})):
                     return _written_out(node, match, statistic)
     return None
 
 
-def _called(node: Node, call: Call) -> Site | None:
-    input, weight, bias, eps, weight_offset, rounds = call.operands
-    if not is_tensor(input):
+def _called(node: Node, fields: dict[str, Any]) -> Site | None:
+    is_first = node.target is operator.getitem  # of several results
+    called = node.all_input_nodes[0] if is_first else node
+    form = name_of_target(called.target).split(".")[0].removeprefix("aten_")
+    site = Site(node, node, frozenset({node}), form, **fields)
+    site.form = form.replace("layer", site.statistic)
+    if not all(map(is_tensor, site.operands.values())):
         return None
-    is_rms, form = call.name == "rms_norm", getattr(node.target, "__name__", str(node.target))
-    site = Site(node, call.name if is_rms else form, input, call.over, weight, bias, eps, y=node,
-                nodes=frozenset({node}), weight_offset=weight_offset)  # fmt: skip
-    site.statistic = "rms" if is_rms else "layer"
-    site.saved = None if is_rms else input  # PyTorch's rms_norm may save a float32 copy
-    site.rounded = dtype_of(input) if rounds and dtype_of(input) in HALF else None
-    return with_statistics(site, "_fused_rms_norm" if is_rms else "native_layer_norm")
-
-
-def with_statistics(site: S, form: str) -> S:
-    """The site, of this form if the norm is the first of several results of its operator."""
-    if site.norm.target is operator.getitem:
-        site.form = form
-        if len(site.norm.all_input_nodes[0].users) > 1:
-            site.notes.append("its statistics are used")
+    # PyTorch's rms_norm may save a float32 copy, and group_norm saves one of other inputs.
+    if site.statistic != "rms" and (not site.of_groups or is_contiguous(value_of(site.input))):
+        site.saved = site.input
+    if is_first and len(called.users) > 1:
+        site.notes.append("its statistics are used")
     return site
 
 
-def _written_out(node: Node, match: Match, statistic: str) -> Site | None:
+def _written_out(node: Node, match: Match, statistic: str) -> Site:
     input, eps, dims = match.values["x"], match.values["eps"], match.over
     form = "RMSNorm written out" if statistic == "rms" else "written out"
-    site = Site(node, form, input, len(dims), None, None, eps, y=node, nodes=match.nodes)
+    site = Site(node, node, match.nodes, form, input, eps, normalized_ndim=len(dims))
     site.statistic = statistic
     ndim = value_of(input).dim()
     if dims != tuple(range(ndim - len(dims), ndim)):
@@ -190,16 +169,23 @@ def _written_out(node: Node, match: Match, statistic: str) -> Site | None:
 
 def grow(site: Site) -> Site:
     """The site with the operations after it that may be fused with it."""
+    if site.of_groups:
+        return cast(activated(_behind(site, patterns.MODULATIONS)))
     has_no_affine = site.weight is None and site.bias is None
     # The 1 + weight of an RMSNorm, such as Gemma's, is no modulation: it is the weight, as a sum.
     if site.statistic == "layer" or not has_no_affine:
-        site = modulated(site)
+        site = _behind(site, patterns.MODULATIONS)
     if has_no_affine and not site.is_modulated:
-        site = modulated(_affine(site))
+        site = _behind(_behind(site, patterns.AFFINES), patterns.MODULATIONS)
     return cast(site if site.is_modulated else activated(site))
 
 
-def cast(site: S) -> S:
+def activated(site: Site) -> Site:
+    activations = patterns.GROUP_ACTIVATIONS if site.of_groups else patterns.ACTIVATIONS
+    return _behind(_behind(site, activations), patterns.FACTORS)
+
+
+def cast(site: Site) -> Site:
     """The site with the casts behind it, until one widens: that one must read rounded numbers."""
     while len(site.y.users) == 1:
         (user,) = site.y.users
@@ -212,8 +198,8 @@ def cast(site: S) -> S:
     return site
 
 
-def _behind(site: S, expressions: Iterable[str]) -> Iterator[tuple[str, S]]:
-    """The site with what is computed from it by one of these expressions, the longest first."""
+def _behind(site: Site, expressions: Iterable[str]) -> Site:
+    """The site with what is computed from it by one of these expressions, the longest that may."""
     roots, frontier = [], [site.y]
     for _ in range(6):  # deeper than any pattern, with casts between its steps
         frontier = [user for node in frontier for user in node.users if read(user) is not None]
@@ -223,29 +209,42 @@ def _behind(site: S, expressions: Iterable[str]) -> Iterator[tuple[str, S]]:
         for expression in expressions
         for root in dict.fromkeys(roots)
         if is_tensor(root)
-        for match in matches(PARSED[expression], root, Match({"norm": site.y}))
-        if are_equal(value_of(root).shape, value_of(site.norm).shape)
-        and all(_fits(site, *value) for value in match.values.items())
+        for match in matches(parse(expression), root, Match({"norm": site.y}))
+        if are_equal(value_of(root).shape, value_of(site.norm).shape) and _fit(site, match.values)
     ]
     found.sort(key=lambda way: len(way[2].nodes), reverse=True)
     for expression, root, match in found:
-        if _is_closed(site.y, root, match.nodes):
-            # The fields of a site have the names of the patterns.
-            given = {name: value for name, value in match.values.items() if name != "norm"}
-            yield expression, replace(site, y=root, nodes=site.nodes | match.nodes, **given)
-        else:
+        if not _is_closed(site.y, root, match.nodes):
             note = f"{site.y.name} is used beside {expression!r}, too"
             if note not in site.notes:
                 site.notes.append(note)
+            continue
+        # The fields of a site have the names of the patterns.
+        given = {name: value for name, value in match.values.items() if name != "norm"}
+        if expression in patterns.GROUP_ACTIVATIONS:
+            given["activation"] = patterns.GROUP_ACTIVATIONS[expression]
+        if site.statistic == "rms" and expression in patterns.AFFINES and "weight" in given:
+            # Of the norm's result, and of its casts in front of the weight.
+            casts = (n for n in match.nodes if site.y in before_casts(n, only_widening=False))
+            halves = {*map(dtype_of, (site.y, *casts))}.intersection(HALF)
+            if len(halves) > 1:
+                continue  # no operator rounds twice
+            given["rounded"] = next(iter(halves), None)
+        return replace(site, y=root, nodes=site.nodes | match.nodes, **given)
+    return site
 
 
-def _fits(site: Site, name: str, value: Any) -> bool:
-    """Whether the value that a name stands for is as the operators take it."""
-    if name in ("scale", "shift"):
-        return site.takes(value)
-    if name in ("weight", "bias"):
-        return are_equal(shape_of(value), site.normalized_shape)
-    return name == "norm" or is_finite(value)
+def _fit(site: Site, values: dict[str, Any]) -> bool:
+    """Whether what the names stand for is as the operators take it."""
+    views, factor = values.get("scale_views"), values.get("factor", 1.0)
+    modulation = [views[-1] if views else values.get("scale"), values.get("shift")]
+    shapes = [value_of(values[name]).shape for name in ("weight", "bias") if name in values]
+    return (
+        all(site.takes(node) for node in modulation if node is not None)
+        and all(are_equal(shape, site.normalized_shape) for shape in shapes)
+        and isinstance(factor, (int, float))
+        and math.isfinite(factor)
+    )
 
 
 def _is_closed(start: Node, root: Node, nodes: frozenset[Node]) -> bool:
@@ -259,44 +258,20 @@ def _is_closed(start: Node, root: Node, nodes: frozenset[Node]) -> bool:
     return True
 
 
-def modulated(site: S) -> S:
-    return next((found for _, found in _behind(site, patterns.MODULATIONS)), site)
-
-
-def _affine(site: Site) -> Site:
-    for _, found in _behind(site, patterns.AFFINES):
-        if site.statistic == "rms" and found.weight is not None:
-            # Of the norm's result, and of its casts in front of the weight.
-            casts = (n for n in found.nodes if site.y in before_casts(n, only_widening=False))
-            halves = {*map(dtype_of, (site.y, *casts))}.intersection(HALF)
-            if len(halves) > 1:
-                continue  # no operator rounds twice
-            found.rounded = next(iter(halves), None)
-        return found
-    return site
-
-
-def activated(site: S) -> S:
-    for expression, found in _behind(site, site.activations):
-        site = replace(found, activation=site.activations[expression])
-        break
-    return next((found for _, found in _behind(site, patterns.FACTORS)), site)
-
-
 def with_sum(site: Site) -> Iterator[Site]:
     """The site with each sum, gated or not, that may give its input; last, the site alone."""
     x = origin(site.input)
     casts = frozenset(before_casts(site.input, only_widening=True)) - {x}
     for expression in patterns.SUMS:
-        for match in matches(PARSED[expression], x, Match({})):
+        for match in matches(parse(expression), x, Match({})):
             path = before_casts(match.values["residual"], only_widening=True)
             residual = next((n for n in path[::-1] if dtype_of(n) == dtype_of(x)), None)
             found = {**match.values, "residual": residual, "residual_out": x}
             nodes = site.nodes | match.nodes | casts
             if (
                 residual is not None
-                and are_equal(shape_of(residual), shape_of(x))
-                and are_equal(shape_of(found["input"]), shape_of(x))
+                and are_equal(value_of(residual).shape, value_of(x).shape)
+                and are_equal(value_of(found["input"]).shape, value_of(x).shape)
                 and ("gate" not in found or site.takes(found["gate"]))
             ):
                 nodes |= {*path[: path.index(residual)]}
