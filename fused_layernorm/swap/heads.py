@@ -69,17 +69,15 @@ def _rotated(
         if serves:
             of_q, of_k = _norm_of(self.q_norm, q), _norm_of(self.k_norm, q)
         if of_q is None or of_k is None or of_q[2:] != of_k[2:]:
-            q, k = (
-                _called(self.q_norm, q, self._transposes),
-                _called(self.k_norm, k, self._transposes),
-            )
+            q = _called(self.q_norm, q, self._transposes)
+            k = _called(self.k_norm, k, self._transposes)
             of_q = of_k = whole = None
             serves = is_known and is_supported(rotation, q, k, cos, sin)
     if serves and whole is not None and v is not None:
         found = packed.whole_of(whole, q, k, v, self._in_order)
         if found is not None:
             given, options = _arguments(rotation, cos, sin, of_q, of_k)
-            return qkv_norm_rope(found.qkv, *given, **options | found.options)
+            return qkv_norm_rope(found[0], *given, **options | found[1])
     if serves and function is not None:
         given, options = _arguments(rotation, cos, sin, of_q, of_k)
         q, k = qk_norm_rope(q, k, *given, **options)
@@ -125,14 +123,14 @@ _Norm = tuple[Tensor | None, Tensor | None, float, str, rms.Variant]
 
 def _norm_of(module: Any, x: Tensor) -> _Norm | None:
     """The norm that a module computes of heads, if the kernel computes the same."""
-    norm, bias, statistic, is_layer = rms.norm_of(module, x), None, "rms", False
+    norm, bias, is_layer = rms.norm_of(module, x), None, False
     if norm is None:
         is_layer = result_of(module) == ""
         if not (is_layer or (forward_of(type(module)) is rms.timm and not module._fast_norm)):
             return None
         if torch.is_autocast_enabled(x.device.type) or (*module.normalized_shape,) != x.shape[3:]:
             return None
-        bias, statistic = getattr(module, "bias", None), "layer" if is_layer else "rms"
+        bias = getattr(module, "bias", None)
         norm = rms.Norm(module.weight, module.eps, rms.PLAIN, rms.ONE)
     elif norm.weight is None:
         return None
@@ -145,8 +143,9 @@ def _norm_of(module: Any, x: Tensor) -> _Norm | None:
         return None
     if not is_layer and (must_be_called(module) or not is_as_read(type(module))):
         return None
-    found = norm.weight, bias, norm.eps, statistic, norm.variant
-    return found if are_supported(x, norm.weight, bias) else None
+    if not are_supported(x, norm.weight, bias):
+        return None
+    return norm.weight, bias, norm.eps, "layer" if is_layer else "rms", norm.variant
 
 
 def _arguments(
@@ -220,9 +219,10 @@ def _remake(made: source.Decorated) -> Any:
     in_order = packed.add_v(tree, Template(_CALL))
     if len(rewriter.found) != 1 or (in_order is None and not rotates):
         return f"its forward does not call {FUNCTION}(q, k, cos, sin) once" if rotates else None
-    members: dict[str, Any] = {"_norms": "Q_NORM" in rewriter.found[0], "_rotation": rotation}
     parts = () if function is None else function.parts
-    of_parts = staticmethod(parts[0].function) if parts else None
-    members |= {"_rotated": _rotated, "_in_order": bool(in_order), "_function": of_parts}
-    members["_transposes"] = transposes
+    members = {
+        "_rotated": _rotated, "_rotation": rotation, "_norms": "Q_NORM" in rewriter.found[0],
+        "_function": staticmethod(parts[0].function) if parts else None,
+        "_in_order": bool(in_order), "_transposes": transposes,
+    }  # fmt: skip
     return source.rebuilt(made, tree), parts, members

@@ -148,11 +148,11 @@ _MODULATED = Template("NORM(*X) * (1 + SCALE) + SHIFT")
 _OF_ACTIVATION = Template("ACT(NAME)")
 
 
-def _is(statement: Any, name: str | None, *templates: Template) -> bool:
+def _is(statement: Any, name: str, *templates: Template) -> bool:
     """Whether a statement gives the name a value of one of these; NAME is the name itself."""
     found = (one.match(getattr(statement, "value", None), _RULES) for one in templates)
     names = (getattr(bound.get("NAME"), "id", name) for bound in found if bound is not None)
-    return name is not None and target_of(statement) == name and name in names
+    return name != "" and target_of(statement) == name and name in names
 
 
 def _join(tree: ast.AST) -> None:
@@ -181,7 +181,7 @@ def _push(statements: list[Any], i: int) -> None:
         setattr(before, field, copy.deepcopy([*norm, *getattr(before, field), act]))
 
 
-def _is_plain(test: ast.expr, name: str | None) -> bool:
+def _is_plain(test: ast.expr, name: str) -> bool:
     """Whether it makes no difference if the condition is asked before the norm is called."""
     plain = (ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.Is, ast.IsNot, ast.Load)
     return all(

@@ -17,16 +17,11 @@ from . import rewrite
 from .rewrite import PARTS, VIEWS, Template
 
 
-class Whole(NamedTuple):
-    """What qkv_norm_rope is given of q, k and v in one tensor."""
-
-    qkv: Tensor
-    options: dict[str, Any]
-
-
-def whole_of(whole: Tensor, q: Tensor, k: Tensor, v: Tensor, in_order: bool) -> Whole | None:
-    """The tensor of which these, (batch, heads, positions, columns), are all; None if they are not,
-    or if it has no gradient.
+def whole_of(
+    whole: Tensor, q: Tensor, k: Tensor, v: Tensor, in_order: bool
+) -> tuple[Tensor, dict[str, Any]] | None:
+    """The tensor of which these, (batch, heads, positions, columns), are all, and the options with
+    which qkv_norm_rope takes it; None if they are not, or if it has no gradient.
 
     in_order: whether the source says that they stand in this order. (Dynamo has no offsets.)
 
@@ -50,15 +45,12 @@ def whole_of(whole: Tensor, q: Tensor, k: Tensor, v: Tensor, in_order: bool) -> 
     for part, count in ((q, heads), (k, kv), (v, kv)):
         if part.shape != (q.shape[0], count, positions, cols) or part.stride() != strides:
             return None
-    if torch.compiler.is_dynamo_compiling():
-        if not in_order:
-            return None
-    else:
+    if not torch.compiler.is_dynamo_compiling():
         at = (part.storage_offset() - whole.storage_offset() for part in (q, k, v))
-        if (*at,) != (0, first, first + second):
-            return None
+        in_order = (*at,) == (0, first, first + second)
     layout = "h3d" if whole.dim() == 4 else "3hd"
-    return Whole(found, {"layout": layout, "num_kv_heads": kv, "head_dim": cols})
+    options = {"layout": layout, "num_kv_heads": kv, "head_dim": cols}
+    return (found, options) if in_order else None
 
 
 # ---- Sources.
@@ -79,11 +71,6 @@ def _root(value: Any) -> tuple[str | None, bool]:
                 return None, False
 
 
-def _names(target: ast.expr) -> list[str]:
-    every = target.elts if isinstance(target, ast.Tuple) else [target]
-    return [one.id for one in every if isinstance(one, ast.Name)]
-
-
 class _View(NamedTuple):
     """A name that is a view of another."""
 
@@ -92,10 +79,10 @@ class _View(NamedTuple):
     last: str | None = None
 
 
-def _views(statement: ast.Assign, views: dict[str, _View]) -> dict[str, _View]:
+def _views(statement: Any, views: dict[str, _View]) -> dict[str, _View]:
     """The names to which a statement assigns views."""
-    value: Any = statement.value
-    names, (root, is_whole) = _names(statement.targets[0]), _root(value)
+    names, value = rewrite.assigned_names(statement), getattr(statement, "value", None)
+    root, is_whole = _root(value)
     if root is None:
         return {}
     if root in views:
@@ -115,22 +102,19 @@ def add_v(forward: ast.FunctionDef, call: Template) -> bool | None:
     nothing is changed."""
     views: dict[str, _View] = {}
     for i, statement in enumerate(forward.body):
+        if call.match(getattr(statement, "value", None), {}) is not None:
+            following = forward.body[i + 1 :]
+            return None if rewrite.writes(forward) else _add(statement, following, views)
         stored = {n.id for n in ast.walk(statement)
                   if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}  # fmt: skip
-        found: dict[str, _View] = {}
-        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            if call.match(statement.value, {}) is not None:
-                if rewrite.writes(forward):
-                    return None
-                return _add(statement, forward.body[i + 1 :], views)
-            found = _views(statement, views)
+        found = _views(statement, views)
         views = {n: v for n, v in views.items() if not {n, v.whole} & stored}
         views |= {n: v for n, v in found.items() if v.whole not in stored}
     return None
 
 
 def _add(call: Any, following: list[ast.stmt], views: dict[str, _View]) -> bool | None:
-    pair = _names(call.targets[0])
+    pair = rewrite.assigned_names(call)
     if len(pair) != 2 or not {*pair} <= {*views}:
         return None
     q, k = (views[name] for name in pair)
