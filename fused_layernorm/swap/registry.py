@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import stock
 from . import classes, forwards, groups, rms, source, table
-from .classes import REGISTERED, Forward, Known, kind_of, plain_class
+from .classes import REGISTERED, Forward, Known, kind_of, own_class
 from .classes import is_fused as is_fused  # the package takes it from here
 from .source import Part, Source
 
@@ -58,8 +58,7 @@ def find(module: nn.Module, read: Read = source.read) -> Found | None:
 
     A class that is not known is a norm if its name says so and it has no children.
     """
-    cls = classes.swapped_from(module) or plain_class(module)
-    by_class = table.CLASSES.get(_name(cls))
+    cls = own_class(module)
     own = module.__dict__.get("forward")
     if own is not None:
         return _of_instance(module, own, cls, read)
@@ -75,7 +74,8 @@ def find(module: nn.Module, read: Read = source.read) -> Found | None:
             return Found(kind, reason="it has running statistics")
         if cls.forward is not stock.FORWARDS[cls]:
             return Found(kind, reason="its forward was replaced")
-    if by_class is None and not isinstance(module, tuple(_OF_PYTORCH)):  # its source alone counts
+    by_class = _name(cls) in table.CLASSES
+    if not by_class and not isinstance(module, tuple(_OF_PYTORCH)):  # its source alone counts
         children = {name for name, _ in module.named_children()} - {"parametrizations"}
         if cls.__module__.startswith("torch.") or children:
             return None
@@ -83,9 +83,8 @@ def find(module: nn.Module, read: Read = source.read) -> Found | None:
     if known is not None:
         return Found(known.kind, known, parts=parts)
     unknown = "the source of its forward is not one that fused_layernorm knows"
-    by_name = _kind_by_name(cls)
-    reason = unknown if by_class else "its class is not known"
-    return None if by_name is None else Found(by_name, reason=reason)
+    kind = _kind_by_name(cls)
+    return Found(kind, reason=unknown if by_class else "its class is not known") if kind else None
 
 
 def _name(cls: type) -> tuple[str, str]:
@@ -102,32 +101,31 @@ def _read(cls: type[nn.Module], read: Read) -> tuple[Known | None, tuple[Part, .
     return table.CLASSES.get(_name(cls), table.SOURCES).get(found.digest), found.parts
 
 
-def _kind_by_name(cls: type) -> str | None:
+def _kind_by_name(cls: type) -> str:
     if by_class := table.CLASSES.get(_name(cls)):
         return next(iter(by_class.values())).kind
+    name = cls.__name__.lower().replace("_", "")
     if kind := kind_of(cls):
         return kind
-    name = cls.__name__.lower().replace("_", "")
     if "groupnorm" in name or "instancenorm" in name:
         return "group"
-    return "layer" if "LayerNorm" in cls.__name__ else "rms" if "rmsnorm" in name else None
+    return "layer" if "LayerNorm" in cls.__name__ else "rms" if "rmsnorm" in name else ""
 
 
 def _of_instance(module: nn.Module, own: Any, cls: type[nn.Module], read: Read) -> Found | None:
     """What a module is whose instance has a forward: Liger binds that of a class of its own."""
-    function: Any = getattr(own, "__func__", None)
     if isinstance(own, types.MethodType) and own.__self__ is module:
-        known = _of_liger(function, read)
+        known = _of_liger(own.__func__, read)
         if known is not None:
-            return Found(known.kind, known, own=function)
-    kind = _kind_by_name(cls) or (REGISTERED if cls in _registered else None)
-    return None if kind is None else Found(kind, reason="the module has a forward of its own")
+            return Found(known.kind, known, own=own.__func__)
+    kind = _kind_by_name(cls) or (REGISTERED if cls in _registered else "")
+    return Found(kind, reason="the module has a forward of its own") if kind else None
 
 
 def accepted(module: nn.Module, found: Found) -> Found:
     """What a module is that nobody knows and a predicate accepts: a subclass of PyTorch's is taken
     to compute what PyTorch's class computes."""
-    cls = classes.swapped_from(module) or plain_class(module)
+    cls = own_class(module)
     if "forward" in module.__dict__ or cls in _OF_PYTORCH or _name(cls) in table.CLASSES:
         return found
     for of_pytorch, known in _AS_PYTORCH.items():

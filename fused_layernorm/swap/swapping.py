@@ -23,7 +23,7 @@ from .. import stock
 from ..modules import FusedRMSNorm
 from . import classes, heads, registry, source
 from . import neighbours as beside
-from .classes import REGISTERED, Forward, Known, is_fused, kind_of, lock, plain_class
+from .classes import REGISTERED, Forward, Known, is_fused, kind_of, lock, own_class, plain_class
 from .registry import Found
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -151,7 +151,7 @@ def _planned(
     for module in model.modules() if neighbours else ():
         if module in plan or is_fused(module) or "forward" in module.__dict__:
             continue
-        cls: Any = classes.swapped_from(module) or plain_class(module)
+        cls: Any = own_class(module)
         known = heads.known_of(cls)
         made: Any = of_heads(cls) if known and _has_norms(module, known, plan) else None
         if made is None and (made := of_activations(cls)) is not None:
@@ -186,9 +186,10 @@ def _norm(
         return "it has a norm that is not fused"
     elif known.forward is FusedRMSNorm.forward and hasattr(module, "bias"):
         return "it has a bias, of which nn.RMSNorm does not know"
-    cls = classes.swapped_from(module) or plain_class(module)
-    if cls in classes.PLAIN and known.forward is classes.PLAIN[cls].forward:
-        return classes.PLAIN[cls]
+    cls = own_class(module)
+    plain = classes.PLAIN.get(cls)
+    if plain is not None and known.forward is plain.forward:
+        return plain
     try:
         return registry.class_of(cls, known, found.parts, found.own)
     except source.Unreadable as error:
