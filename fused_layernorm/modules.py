@@ -30,16 +30,6 @@ _OPTIONS = ("statistic", "weight_offset", "round_before_weight", "activation", "
 _NONE: Any = None  # torch.jit.script does not know the annotations of attributes
 
 
-def shown(module: nn.Module) -> str:
-    """The options that are not the defaults, as extra_repr shows them."""
-    options = ((name, getattr(module, name, getattr(Norm, name))) for name in _OPTIONS)
-    return "".join(
-        f", {name}={name_of(value) if isinstance(value, torch.dtype) else repr(value)}"
-        for name, value in options
-        if value != getattr(Norm, name)
-    )
-
-
 class Norm(nn.Module):
     """What the modules have beside the class of PyTorch that each stands for.
 
@@ -87,7 +77,14 @@ class Norm(nn.Module):
 
     def extra_repr(self) -> str:
         norm: Any = super()
-        return norm.extra_repr() + shown(self)
+        shown = norm.extra_repr()
+        if isinstance(self, RMSNorm) and getattr(self, "bias", None) is not None:
+            shown += ", bias=True"
+        for name in _OPTIONS:
+            if (value := getattr(self, name)) != getattr(Norm, name):
+                is_dtype = isinstance(value, torch.dtype)
+                shown += f", {name}={name_of(value) if is_dtype else repr(value)}"
+        return shown
 
     def __prepare_scriptable__(self) -> Norm:
         """torch.jit.script asks for what it compiles: the forward of PyTorch's class."""
@@ -292,10 +289,6 @@ class FusedRMSNorm(Norm, nn.RMSNorm):
             normalized_shape=self.normalized_shape, activation=self.activation, scale=self.scale,
             out_dtype=self.out_dtype,
         )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        bias = "" if getattr(self, "bias", None) is None else ", bias=True"
-        return RMSNorm.extra_repr(self) + bias + shown(self)
 
 
 class FusedAddRMSNorm(FusedRMSNorm):
