@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import calls
 from ..compile import choice
-from ..functional import rms_norm
+from ..functional import layer_norm, rms_norm
 from ..gated import norm_in_groups
 from ..gated import run as gated_norm
 from ..ops.arguments import DTYPES
@@ -348,3 +348,38 @@ def per_channel(
     if self.channel_dim != 1 or not _is_over_channels(x, None, half=activation is not None):
         return None
     return rms_norm(x, None, self.eps, activation=activation, out_dtype=x.dtype, dim=1)
+
+
+# ---- Liger-Kernel's norms, which stand in a model as classes or as forwards of its instances. Of
+# ---- its casting modes `llama` rounds the normalized value to x's dtype before it multiplies by
+# ---- weight + offset, and `gemma` rounds once; the result has x's dtype, whatever autocast says.
+# ---- Liger gathers a DTensor.
+
+
+def _of_liger(self: Any, x: Tensor) -> Norm | None:
+    weight, mode = self.weight, self.casting_mode
+    if mode not in ("llama", "gemma"):
+        return None
+    variant = Variant(0.0 if weight is None else float(self.offset), mode == "llama")
+    return Norm(weight, self.variance_epsilon, variant, OF_X)
+
+
+def liger(self: Any, hidden_states: Tensor) -> Tensor | None:
+    norm = _of_liger(self, hidden_states)
+    if norm is None or type(hidden_states) is not Tensor:
+        return None
+    return normalized(hidden_states, *norm, keeps_order=False)
+
+
+NORMS[liger] = _of_liger
+
+
+def liger_layer_norm(self: Any, hidden_states: Tensor) -> Tensor | None:
+    x, weight, bias = hidden_states, self.weight, self.bias
+    if type(x) is not Tensor or not has_kernels(x) or weight is None or bias is None:
+        return None
+    if weight.shape != x.shape[-1:] or bias.dtype is not weight.dtype:
+        return None
+    if (x.dtype, weight.dtype) not in OF_X:
+        return None
+    return layer_norm(x, weight, bias, self.variance_epsilon, out_dtype=x.dtype)

@@ -28,8 +28,6 @@ _INHERITED: dict[Any, str] = {
 }
 _BASES = (LayerNorm, GroupNorm)  # that super() may be
 
-Trees = list[ast.FunctionDef]
-
 
 class Unreadable(Exception):
     """A forward that cannot be read, or be made anew; the message says why."""
@@ -121,7 +119,7 @@ def trees(
     forward: ast.FunctionDef,
     function: Callable[[str], ast.FunctionDef | None],
     method: Callable[[str], ast.FunctionDef | None] = lambda name: None,
-) -> Trees:
+) -> list[ast.FunctionDef]:
     """What a forward calls, in the order of digest_of_trees.
 
     `function` and `method` give the source of what has this name in the module and in the class,

@@ -24,6 +24,7 @@ from ..modules import FusedRMSNorm
 from . import classes, heads, registry, source
 from . import neighbours as beside
 from .classes import REGISTERED, Forward, Known, is_fused, kind_of, lock, own_class, plain_class
+from .neighbours import Planned
 from .registry import Found
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -114,22 +115,18 @@ def _say(left: Counter[str], model: nn.Module, what: str) -> str:
     return text
 
 
-# The classes that a swap will give to modules.
-_Plan = dict[nn.Module, type[nn.Module]]
-
-
 def _planned(
     model: nn.Module,
     predicate: Predicate | None,
     kinds: tuple[str, ...],
     neighbours: bool,
     left: Counter[str],
-) -> _Plan:
+) -> Planned:
     """What a swap will do, of which nothing is done yet, so that an error leaves a model as it was.
 
     `left` counts the norm-like modules that stay, with the reason.
     """
-    plan: _Plan = {}
+    plan: Planned = {}
 
     def note(module: nn.Module, made: type[nn.Module] | str | None) -> None:
         if isinstance(made, str):
@@ -161,7 +158,7 @@ def _planned(
 
 
 def _norm(
-    name: str, module: nn.Module, found: Found, predicate: Predicate | None, plan: _Plan
+    name: str, module: nn.Module, found: Found, predicate: Predicate | None, plan: Planned
 ) -> type[nn.Module] | str:
     """What a swap gives to a norm, or why it is left."""
     of_pytorch = isinstance(module, (stock.LayerNorm, stock.RMSNorm, stock.GroupNorm))
@@ -214,18 +211,13 @@ def _give(module: nn.Module, cls: Any) -> None:
     """Gives a module the class in which the forward that is known serves its calls."""
     own = module.__dict__
     if getattr(cls, "_own", None) is not None:
-        own["_taken_over"] = {name: own.pop(name) for name in _OF_LIGER if name in own}
+        bound = ("forward", "extra_repr", "_get_name")  # beside parameters of Liger's kernels
+        own["_taken_over"] = {name: own.pop(name) for name in bound if name in own}
     classes.set_class(module, cls)
     if cls in classes.OURS:
-        own.update(_is_swapped=True, **_LEAF)
-
-
-# What Liger binds to an instance beside parameters of its kernels.
-_OF_LIGER = ("forward", "extra_repr", "_get_name")
-
-# torch.fx records a module of torch.nn as one call, and reads this name on the module itself, where
-# it hides the class's name from nothing else: pickle asks the class.
-_LEAF = {"__module__": stock.LayerNorm.__module__}
+        # torch.fx records a module of torch.nn as one call, and reads this name on the module
+        # itself, where it hides the class's name from nothing else: pickle asks the class.
+        own.update(_is_swapped=True, __module__=stock.LayerNorm.__module__)
 
 
 def unswap_norms(model: Model) -> Model:
@@ -290,7 +282,7 @@ def register_swap(cls: type[nn.Module], make: Callable[[Any], Forward | None]) -
         raise TypeError(f"expected make to be callable, got {type(make).__name__}")
     if issubclass(cls, classes.OURS) or classes.is_made(cls):
         raise ValueError(f"expected a class that is not fused, got {cls.__name__}")
-    registry.register(cls, make)
+    registry.registered[cls] = make, cls.forward
 
 
 def _check_forward(cls: type[nn.Module], forward: object) -> None:
