@@ -141,8 +141,6 @@ def _while_as_read(made: Any, fused: Forward) -> Forward:
 
 
 _PARAMETERS = {nn.Parameter, type(None)}
-_is_compiling = torch.compiler.is_dynamo_compiling
-_function_modes = torch._C._len_torch_function_stack
 
 
 def _or_stock(swapped: Any) -> Forward:
@@ -203,7 +201,8 @@ def _or_stock(swapped: Any) -> Forward:
         found = fused(self, *args, **kwargs) if known else None
         return unfused(self, *args, **kwargs) if found is None else found
 
-    modes, is_compiling, has_foreign_mode = _function_modes, _is_compiling, stock.has_foreign_mode
+    modes, is_compiling = torch._C._len_torch_function_stack, torch.compiler.is_dynamo_compiling
+    has_foreign_mode = stock.has_foreign_mode
 
     # torch.jit.script compiles the source of the function that this one wraps, with the globals of
     # this one. So they are made the stock forward's, and this one reads none.

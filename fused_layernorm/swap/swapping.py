@@ -89,9 +89,31 @@ def _swap_all(
     what: str,
     neighbours: bool = False,
 ) -> Model:
-    """Swaps the norms of these kinds and the registered modules; `what` names them in messages."""
-    left: Counter[str] = Counter()
-    plan = _planned(model, predicate, kinds, neighbours, left)
+    """Swaps the norms of these kinds and the registered modules; `what` names them in messages.
+
+    Nothing is done before all is planned, so that an error leaves a model as it was.
+    """
+    plan: Planned = {}
+    left: Counter[str] = Counter()  # the norm-like modules that stay, with the reason
+
+    def note(module: nn.Module, made: type[nn.Module] | str | None) -> None:
+        if isinstance(made, str):
+            left[f"{_name(plain_class(module))} ({made})"] += 1
+        elif made is not None:
+            plan[module] = made
+
+    read = functools.cache(source.read)  # for this swap: a later one may find other forwards
+    # The norms come first: a module that modulates a norm's output is swapped only if the norm is.
+    modules = sorted(model.named_modules(), key=lambda item: not isinstance(item[1], nn.LayerNorm))
+    for name, module in modules:
+        with lock:  # while it is looked at, no other thread swaps it
+            found = None if is_fused(module) else registry.find(module, read)
+            if found is not None and found.kind in (*kinds, REGISTERED):
+                note(module, _norm(name, module, found, predicate, plan))
+            elif found and found.kind == "rms" and "LayerNorm" in plain_class(module).__name__:
+                note(module, "it computes RMSNorm")
+    if neighbours:
+        _plan_neighbours(model, plan, note)
     for module, cls in plan.items():
         with lock:
             if not is_fused(module):  # another thread may have been quicker
@@ -115,37 +137,9 @@ def _say(left: Counter[str], model: nn.Module, what: str) -> str:
     return text
 
 
-def _planned(
-    model: nn.Module,
-    predicate: Predicate | None,
-    kinds: tuple[str, ...],
-    neighbours: bool,
-    left: Counter[str],
-) -> Planned:
-    """What a swap will do, of which nothing is done yet, so that an error leaves a model as it was.
-
-    `left` counts the norm-like modules that stay, with the reason.
-    """
-    plan: Planned = {}
-
-    def note(module: nn.Module, made: type[nn.Module] | str | None) -> None:
-        if isinstance(made, str):
-            left[f"{_name(plain_class(module))} ({made})"] += 1
-        elif made is not None:
-            plan[module] = made
-
-    read = functools.cache(source.read)  # for this swap: a later one may find other forwards
-    # The norms come first: a module that modulates a norm's output is swapped only if the norm is.
-    modules = sorted(model.named_modules(), key=lambda item: not isinstance(item[1], nn.LayerNorm))
-    for name, module in modules:
-        with lock:  # while it is looked at, no other thread swaps it
-            found = None if is_fused(module) else registry.find(module, read)
-            if found is not None and found.kind in (*kinds, REGISTERED):
-                note(module, _norm(name, module, found, predicate, plan))
-            elif found and found.kind == "rms" and "LayerNorm" in plain_class(module).__name__:
-                note(module, "it computes RMSNorm")
+def _plan_neighbours(model: nn.Module, plan: Planned, note: Callable[..., None]) -> None:
     of_heads, of_activations = map(functools.cache, (heads.class_of, beside.class_of))
-    for module in model.modules() if neighbours else ():
+    for module in model.modules():
         if module in plan or is_fused(module) or "forward" in module.__dict__:
             continue
         cls: Any = own_class(module)
@@ -154,7 +148,6 @@ def _planned(
         if made is None and (made := of_activations(cls)) is not None:
             made = made if beside.has_pair(module, made, plan) else None
         note(module, made)
-    return plan
 
 
 def _norm(
@@ -184,8 +177,7 @@ def _norm(
     elif known.forward is FusedRMSNorm.forward and hasattr(module, "bias"):
         return "it has a bias, of which nn.RMSNorm does not know"
     cls = own_class(module)
-    plain = classes.PLAIN.get(cls)
-    if plain is not None and known.forward is plain.forward:
+    if (plain := classes.PLAIN.get(cls)) is not None and known.forward is plain.forward:
         return plain
     try:
         return registry.class_of(cls, known, found.parts, found.own)
