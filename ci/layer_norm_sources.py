@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fused_layernorm.swap import source
-from fused_layernorm.swap.table import CLASSES, SOURCES
+from fused_layernorm.swap.registry import CLASSES, SOURCES
 
 Class = tuple[str, ast.ClassDef, dict[str, ast.FunctionDef]]
 

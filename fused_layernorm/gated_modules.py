@@ -67,11 +67,3 @@ class FusedRMSNormGated(FusedRMSNorm):
             return rms_norm(input, self.weight, self.eps, normalized_shape=shape, **given)
         first: Any = {"gate_first": self.gate_first, "gate_activation": self.gate_activation}
         return rms_norm_gated(input, gate, self.weight, self.eps, **first, **given)
-
-    def extra_repr(self) -> str:
-        found = super().extra_repr()
-        shown = (("gate_first", False), ("gate_activation", "silu"), ("group_size", None))
-        for name, default in shown:
-            if (value := getattr(self, name)) != default:
-                found += f", {name}={value!r}"
-        return found

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from . import calls, modules
-from .ops import arguments
 from .ops.operators import describe
 
 
@@ -26,18 +25,16 @@ class _Slot(modules.Norm):
         zero_centered_gamma: bool | None = None,
         normalization: str | None = None,
     ) -> None:
-        name = self._stock.__name__
-        of_zero, is_efficient, is_parallel = (
-            bool(getattr(config, option, False))
-            for option in ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm",
-                           "sequence_parallel")
-        )  # fmt: skip
+        def option(name: str) -> bool:
+            return bool(getattr(config, name, False))
+
+        name, of_zero = self._stock.__name__, option("layernorm_zero_centered_gamma")
         for what, expected, given in (
             ("config.normalization", name, config.normalization),
             ("normalization", name, normalization),
             ("zero_centered_gamma to be config.layernorm_zero_centered_gamma,", of_zero,
              zero_centered_gamma),
-            ("config.memory_efficient_layer_norm", False, is_efficient),
+            ("config.memory_efficient_layer_norm", False, option("memory_efficient_layer_norm")),
         ):  # fmt: skip
             if given not in (expected, None):
                 raise ValueError(f"expected {what} {expected!r}, got {given!r}")
@@ -45,7 +42,7 @@ class _Slot(modules.Norm):
         self.config, self.weight_offset = config, float(of_zero)
         self.reset_parameters()
         for parameter in self.parameters():
-            parameter.sequence_parallel = is_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = option("sequence_parallel")  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> Tensor:
         return self._fused(input) if self.weight_offset else super().forward(input)
@@ -57,9 +54,8 @@ class _Slot(modules.Norm):
             wide = torch.promote_types(weight.dtype, torch.float32)
             weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
         a = describe(input, weight=weight, bias=bias, eps=norm.eps)
-        a.normalized_ndim = arguments.normalized_ndim(input, weight, bias, norm.normalized_shape)
         a.statistic, a.weight_offset = "rms" if bias is None else "layer", norm.weight_offset
-        return calls.run(a)
+        return calls.norm(a, norm.normalized_shape)
 
 
 class FusedLayerNorm(_Slot, modules.FusedLayerNorm):
@@ -86,7 +82,7 @@ class FusedNorm:
     """
 
     def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
-        classes = {"LayerNorm": FusedLayerNorm, "RMSNorm": FusedRMSNorm}
+        classes: Any = {"LayerNorm": FusedLayerNorm, "RMSNorm": FusedRMSNorm}
         if (name := config.normalization) not in classes:
             names = " or ".join(map(repr, classes))
             raise ValueError(f"expected config.normalization {names}, got {name!r}")

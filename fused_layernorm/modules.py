@@ -25,19 +25,8 @@ for _norm in ("layer_norm", "rms_norm"):
     torch.fx.wrap(f"add_{_norm}")
 
 # The options of modules, whose defaults are attributes of `Norm`.
-_OPTIONS = ("statistic", "weight_offset", "round_before_weight", "activation", "scale", "out_dtype")
-
-
-def shown(module: nn.Module) -> str:
-    """The options that are not the defaults, as extra_repr shows them."""
-    shown = ""
-    for name in _OPTIONS:
-        value = getattr(module, name, default := getattr(Norm, name))
-        if value != default:
-            shown += f", {name}={name_of(value) if name == 'out_dtype' else repr(value)}"
-    return shown
-
-
+_OPTIONS = ("statistic", "weight_offset", "round_before_weight", "activation", "scale",
+            "out_dtype", "gate_first", "gate_activation", "group_size")  # fmt: skip
 _NONE: Any = None  # torch.jit.script does not know the annotations of attributes
 
 
@@ -56,6 +45,9 @@ class Norm(nn.Module):
     out_dtype = _NONE
     weight_offset = 0.0
     round_before_weight = False
+    gate_first = False
+    gate_activation = "silu"
+    group_size = _NONE
 
     def _take(
         self, activation: Any, scale: Any, out_dtype: Any, known: Sequence[str] = ACTIVATIONS
@@ -85,7 +77,14 @@ class Norm(nn.Module):
 
     def extra_repr(self) -> str:
         norm: Any = super()
-        return norm.extra_repr() + shown(self)
+        shown = norm.extra_repr()
+        if isinstance(self, RMSNorm) and getattr(self, "bias", None) is not None:
+            shown += ", bias=True"
+        for name in _OPTIONS:
+            if (value := getattr(self, name)) != getattr(Norm, name):
+                is_dtype = isinstance(value, torch.dtype)
+                shown += f", {name}={name_of(value) if is_dtype else repr(value)}"
+        return shown
 
     def __prepare_scriptable__(self) -> Norm:
         """torch.jit.script asks for what it compiles: the forward of PyTorch's class."""
@@ -149,19 +148,10 @@ def forward_of(
                 parameters = module["_parameters"]
                 sizes, weight, eps = module[over], parameters["weight"], module["eps"]
                 bias = None if is_rms and self._is_swapped else parameters["bias"]
-                is_plain = (
-                    self.activation is None
-                    and self.out_dtype is None
-                    and self.scale == 1.0
-                    and (
-                        not is_rms
-                        or (
-                            bias is None
-                            and self.weight_offset == 0.0
-                            and not self.round_before_weight
-                        )
-                    )
-                )
+                is_plain = self.activation is None and self.out_dtype is None and self.scale == 1.0
+                if is_rms and is_plain:
+                    is_plain = bias is None and self.weight_offset == 0.0
+                    is_plain = is_plain and not self.round_before_weight
                 if read is not None and self._is_swapped and type(input) is Tensor:
                     input = read(input)
             except (AttributeError, KeyError):
@@ -299,10 +289,6 @@ class FusedRMSNorm(Norm, nn.RMSNorm):
             normalized_shape=self.normalized_shape, activation=self.activation, scale=self.scale,
             out_dtype=self.out_dtype,
         )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        bias = "" if getattr(self, "bias", None) is None else ", bias=True"
-        return RMSNorm.extra_repr(self) + bias + shown(self)
 
 
 class FusedAddRMSNorm(FusedRMSNorm):

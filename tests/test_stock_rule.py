@@ -93,7 +93,7 @@ def norm(request, device):
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "registered", {})
     register_swap(Registered, lambda module: registered_forward)
     register_swap(RegisteredRms, lambda _: lambda self, x: fused_layernorm.rms_norm(x, self.gamma))
 

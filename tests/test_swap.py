@@ -27,7 +27,7 @@ from torch.nn.utils import parametrize
 
 import fused_layernorm as fl
 from fused_layernorm import is_fused
-from fused_layernorm.swap import registry, source, table
+from fused_layernorm.swap import registry, source
 
 
 class OwnForward(nn.LayerNorm):
@@ -203,7 +203,7 @@ class Derived(ByHand):
 
 @pytest.fixture(autouse=True)
 def _registry(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "registered", {})
 
 
 def test_a_registered_class(device):
@@ -423,9 +423,9 @@ def listed_classes():
 def test_the_classes_of_transformers():
     """Those that docs/swap.md names are not known. Of classes of one text, one is imported."""
     page = (Path(__file__).parents[1] / "docs" / "swap.md").read_text()
-    known = {name for _, name in table.CLASSES}
+    known = {name for _, name in registry.CLASSES}
     left = [name for (module, first), *others in listed_classes()
-            if digest(class_of(module, first)) not in table.SOURCES and first not in known
+            if digest(class_of(module, first)) not in registry.SOURCES and first not in known
             for name in (first, *(other for _, other in others))]  # fmt: skip
     assert f"all but {len(left)} of {len(LIST.read_text().splitlines())} classes" in page
 
@@ -594,7 +594,7 @@ def test_the_installed_version_is_known(package):
     """The table knows the source of every class that it names. The test imports none of them."""
     folder = Path(libraries.get(package).__file__).parent.parent
     checked = 0
-    for (module, name), sources in table.CLASSES.items():
+    for (module, name), sources in registry.CLASSES.items():
         path = folder / (module.replace(".", "/") + ".py")
         if not module.startswith(package + ".") or not path.exists():
             continue
@@ -607,7 +607,7 @@ def test_the_installed_version_is_known(package):
             found = source.digest_of_trees(forward, called)
             assert found in sources, (
                 f"{module}.{name}.forward has a source that the table does not know: see what it "
-                f"computes and enter {found} into swap/table.py"
+                f"computes and enter {found} into swap/known.txt"
             )
             checked += 1
     assert checked > 0
@@ -694,6 +694,6 @@ def test_another_source_is_left_alone_and_named(forward, caplog):
 def test_super_is_nn_layer_norm():
     """A forward that calls super's is known to the table only if super is nn.LayerNorm."""
     cls = class_of("diffusers.models.unets.unet_stable_cascade", "SDCascadeLayerNorm")
-    assert digest(cls) in table.CLASSES[cls.__module__, cls.__name__]
+    assert digest(cls) in registry.CLASSES[cls.__module__, cls.__name__]
     over_another = type(cls.__name__, (cls, OwnForward), {"__module__": cls.__module__})
     assert digest(over_another) is None

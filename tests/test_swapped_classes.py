@@ -32,7 +32,7 @@ from torch import nn
 
 import fused_layernorm as fl
 from fused_layernorm import is_fused
-from fused_layernorm.swap import table
+from fused_layernorm.swap import registry
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SEQUENCE, HEADS, CHANNELS_FIRST, SEQUENCE_LAST = (3, 5, 8), (3, 5, 2, 8), (2, 8, 3, 5), (2, 8, 5)
@@ -484,8 +484,8 @@ def test_traced_and_scripted(case, compiler, device):
 def test_every_known_source_is_tested():
     """Skipped where an installed version lacks one of the classes above."""
     lines = [row[:2] for kind in ("rms", "channels") for row in KINDS[kind][0].values()]
-    assert {*table.SOURCES} - {*OLD, SECOND} <= {digest(class_of(*line)) for line in lines}
-    kinds = {name: {one.kind for one in known.values()} for name, known in table.CLASSES.items()}
+    assert {*registry.SOURCES} - {*OLD, SECOND} <= {digest(class_of(*line)) for line in lines}
+    kinds = {name: {one.kind for one in known.values()} for name, known in registry.CLASSES.items()}
     assert {n for n in kinds if kinds[n] == {"rms"} and n[0].startswith("timm.")} <= {*lines}
 
 
@@ -559,11 +559,11 @@ class FalconH1RMSNormGated(WrittenHere):
 OLD = {"bdcf2fe671f49cc9": RMSNorm030, "0f4f182eb64f10d5": MambaRMSNormGated,
        "b80440363034ddd1": FalconH1RMSNormGated}  # fmt: skip
 SECOND = "2daaa7b4d1199477"  # of diffusers 0.33 to 0.36, whose forward is that of today's source
-BY_HAND = table.CLASSES["transformers.models.convnext.modeling_convnext", "ConvNextLayerNorm"]
+BY_HAND = registry.CLASSES["transformers.models.convnext.modeling_convnext", "ConvNextLayerNorm"]
 
 
 @pytest.fixture(autouse=True)
 def _old_sources(monkeypatch):
     for old, cls in OLD.items():
-        monkeypatch.setitem(table.SOURCES, digest(cls), table.SOURCES[old])
+        monkeypatch.setitem(registry.SOURCES, digest(cls), registry.SOURCES[old])
     monkeypatch.setitem(BY_HAND, digest(ConvNextLayerNorm), BY_HAND["ab6b0c69f427ea68"])

@@ -38,22 +38,20 @@ class _Quantized:
         return module if computes_more else self.of_pytorch.from_float(module, **options)
 
 
-# By module: the name of its table, and what becomes of an entry for PyTorch's class.
-_TABLES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "ptflops.pytorch_ops": ("MODULES_MAPPING", lambda entry: entry),
-    "thop.profile": ("register_hooks", lambda entry: entry),
-    "torch.ao.quantization.quantization_mappings": (
-        "DEFAULT_STATIC_QUANT_MODULE_MAPPINGS",
-        _Quantized,
-    ),
+# By module, the name of its table.
+_TABLES = {
+    "ptflops.pytorch_ops": "MODULES_MAPPING",
+    "thop.profile": "register_hooks",
+    "torch.ao.quantization.quantization_mappings": "DEFAULT_STATIC_QUANT_MODULE_MAPPINGS",
 }
 
 
 def _enter(stock: type[nn.Module], ours: type[nn.Module]) -> None:
-    for tool, (name, entry) in _TABLES.items():
+    for tool, name in _TABLES.items():
         table: Any = getattr(sys.modules.get(tool), name, ())  # a tool may be imported later
         if stock in table:
-            table.setdefault(ours, entry(table[stock]))
+            entry = table[stock]
+            table.setdefault(ours, _Quantized(entry) if tool.startswith("torch.") else entry)
 
 
 def _enter_all() -> None:

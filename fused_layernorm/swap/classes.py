@@ -85,7 +85,8 @@ def made_class(
         if made is None or made._parts != parts:
             # Neither the class nor its metaclass is told. Libraries look classes up by their names.
             make: Any = meta if meta is ABCMeta else functools.partial(type.__new__, meta)
-            members |= {name: getattr(cls, name) for name in _NAMES}
+            members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            members["__doc__"] = cls.__doc__
             members |= {"_known": known, "_parts": parts, "_swapped_from": cls, "_again": again}
             members["_own"] = None if own is None else staticmethod(own)
             members |= {} if known.derive is None else known.derive(cls)
@@ -95,9 +96,6 @@ def made_class(
             for tell in told_of_classes:
                 tell(cls, made)
         return made
-
-
-_NAMES = ("__module__", "__qualname__", "__doc__")
 
 
 class _Swapped:
@@ -120,11 +118,10 @@ class _Swapped:
         return (_unpickled, (cls._swapped_from, *cls._again), *reduced[2:])
 
 
-def _unpickled(cls: type[nn.Module], again: Callable[..., Any], *args: Any) -> nn.Module:
+def _unpickled(cls: Any, again: Callable[..., Any], *args: Any) -> nn.Module:
     """An empty module of the class; one of cls where that is another release's."""
     found = again(cls, *args)
-    made: Any = found if isinstance(found, type) else cls
-    return made.__new__(made)
+    return cls.__new__(found if isinstance(found, type) else cls)
 
 
 # ---- Their forwards.
@@ -144,8 +141,6 @@ def _while_as_read(made: Any, fused: Forward) -> Forward:
 
 
 _PARAMETERS = {nn.Parameter, type(None)}
-_is_compiling = torch.compiler.is_dynamo_compiling
-_function_modes = torch._C._len_torch_function_stack
 
 
 def _or_stock(swapped: Any) -> Forward:
@@ -160,8 +155,8 @@ def _or_stock(swapped: Any) -> Forward:
     # Of the parts, which are looked at in each call, most classes have a forward alone.
     read, has_others = (parts[0].function if parts else None), len(parts) > 1
     wrapped: Any = cls.forward if own is None else own
-    # The parameters and their names are the stock forward's.
-    parameters = [*inspect.signature(wrapped).parameters.values()][1:2]  # the first after self
+    # The parameters and their names are the stock forward's: the first after self.
+    parameters = [*inspect.signature(wrapped).parameters.values()][1:2]
     first = next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "")
 
     def others_are_as_read() -> bool:
@@ -206,7 +201,8 @@ def _or_stock(swapped: Any) -> Forward:
         found = fused(self, *args, **kwargs) if known else None
         return unfused(self, *args, **kwargs) if found is None else found
 
-    modes, is_compiling, has_foreign_mode = _function_modes, _is_compiling, stock.has_foreign_mode
+    modes, is_compiling = torch._C._len_torch_function_stack, torch.compiler.is_dynamo_compiling
+    has_foreign_mode = stock.has_foreign_mode
 
     # torch.jit.script compiles the source of the function that this one wraps, with the globals of
     # this one. So they are made the stock forward's, and this one reads none.
@@ -329,6 +325,11 @@ def swapped_from(module: nn.Module) -> type[nn.Module] | None:
     """The class that the module had before a swap; None if it was not swapped."""
     own = vars(plain_class(module))
     return own.get("_stock" if "_is_swapped" in module.__dict__ else "_swapped_from")
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module has without a swap."""
+    return swapped_from(module) or plain_class(module)
 
 
 def is_derived_from_swapped(module: nn.Module) -> bool:

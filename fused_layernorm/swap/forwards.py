@@ -19,8 +19,8 @@ from torch import Tensor
 from ..functional import layer_norm
 from ..modules import FusedLayerNorm
 from ..ops.arguments import HALF
-from ..stock import FORWARDS, LayerNorm, are_supported, dtypes_are_supported
-from .classes import Forward, forward_of, is_as_read, must_be_called
+from ..stock import are_supported, dtypes_are_supported
+from .classes import Forward, forward_of, is_fused, must_be_called
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
 # branches on dtypes or strides.
@@ -43,14 +43,11 @@ def matched(
     x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x, weight and bias in dtypes that layer_norm takes together, none of them narrowed."""
-    given = [p.dtype for p in (weight, bias) if p is not None]
-    if not given:
-        return x, weight, bias
-    dtype = torch.promote_types(given[0], given[-1])
+    dtype = x.dtype
+    for one in (weight, bias):
+        dtype = dtype if one is None else torch.promote_types(dtype, one.dtype)
     if dtype != x.dtype and not (dtype == torch.float32 and x.dtype in HALF):
-        dtype = torch.promote_types(x.dtype, dtype)
-        if not (dtype == torch.float32 and x.dtype in HALF):
-            x = x.to(dtype)
+        x = x.to(dtype)
     weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
     return x, weight, bias
 
@@ -192,18 +189,15 @@ OF_ATTRIBUTES[of_layer_norm] = ""
 def result_of(module: Any) -> str | None:
     """The dtype of a norm's result, as `norm` takes it, if a call of the module computes
     F.layer_norm of its attributes and runs nothing else; None if it may not."""
-    cls, result = type(module), ""
-    if cls.forward is FusedLayerNorm.forward:
+    if type(module).forward is FusedLayerNorm.forward:
         if module.activation is not None or module.scale != 1.0 or module.out_dtype is not None:
             return None
-        if module._is_swapped and LayerNorm.forward is not FORWARDS[LayerNorm]:
-            return None
+        result: str | None = ""
     else:
-        found = OF_ATTRIBUTES.get(forward_of(cls))
-        if found is None or module.__dict__.get("_fast_norm", False) or not is_as_read(cls):
-            return None
-        result = found
-    if must_be_called(module):
+        result = OF_ATTRIBUTES.get(forward_of(type(module)))
+    if result is None or module.__dict__.get("_fast_norm", False):
+        return None
+    if not is_fused(module) or must_be_called(module):
         return None
     return result if are_supported(parameter(module, "weight"), parameter(module, "bias")) else None
 

@@ -77,12 +77,12 @@ def is_plain_group_norm(norm: Any, cls: Any = None) -> bool:
     return is_ours and (cls is not type(norm) or is_bare(norm))
 
 
-def _is_supported(self: Any, x: Any, weight: Any, bias: Any) -> bool:
+def _is_supported(eps: Any, x: Any, weight: Any, bias: Any) -> bool:
     if F.group_norm is not stock.group_norm or F.instance_norm is not stock.instance_norm:
         return False
     if isinstance(x, torch.fx.Proxy):
         return True
-    return x.dim() > 1 and stock.norm_is_supported(x, weight, bias, self.eps)
+    return x.dim() > 1 and stock.norm_is_supported(x, weight, bias, eps)
 
 
 def of_group_norm(
@@ -93,13 +93,11 @@ def of_group_norm(
     `read` gives the input in the order of memory of the result.
     """
     weight, bias = self.weight, self.bias
-    if not _is_supported(self, input, weight, bias) or has_one_value(input, self.num_groups):
+    if not _is_supported(self.eps, input, weight, bias) or has_one_value(input, self.num_groups):
         return None
-    fuses = activation is not None
-    if choice.leaves_groups(input, self.num_groups, weight, bias, fuses=fuses):
+    if choice.leaves_groups(input, self.num_groups, weight, bias, fuses=activation is not None):
         return None
-    x, norm = read(input), (weight, bias, self.eps)
-    return group_norm(x, self.num_groups, *norm, activation=activation)
+    return group_norm(read(input), self.num_groups, weight, bias, self.eps, activation=activation)
 
 
 def instance_norm(self: Any, input: Tensor, activation: str | None = None) -> Tensor | None:
@@ -108,7 +106,7 @@ def instance_norm(self: Any, input: Tensor, activation: str | None = None) -> Te
     weight, bias = parameter(self, "weight"), parameter(self, "bias")
     if not stock.has_kernels(input) or input.dim() != self._get_no_batch_dim() + 1 or self.eps == 0:
         return None
-    if not _is_supported(self, input, weight, bias) or has_running_statistics(self):
+    if not _is_supported(self.eps, input, weight, bias) or has_running_statistics(self):
         return None
     samples, channels, *positions = input.shape
     if samples == 0 or channels != self.num_features or math.prod(positions) < 2:
@@ -169,23 +167,19 @@ def modulated(
 ) -> Tensor | None:
     """activation(group_norm(x) * (1 + scale) + shift), if the kernels compute it, and the library
     would give the result in the norm's dtype."""
-    tensors, numbers = (x, scale, shift, weight, bias), (scale, shift)
-    if not stock.are_supported(*tensors) or not stock.dtypes_are_supported(x, weight, bias):
-        return None
-    if F.group_norm is not stock.group_norm or x.dim() < 2 or eps != eps:
+    if not _is_supported(eps, x, weight, bias) or not stock.are_supported(x, scale, shift):
         return None
     if has_one_value(x, num_groups) or any(
         one.dtype is not x.dtype
         or one.dim() != x.dim()
         or one.shape[:2] != x.shape[:2]
         or one.shape[2:].numel() != 1
-        for one in numbers
+        for one in (scale, shift)
     ):
         return None
-    if choice.leaves_groups(x, num_groups, *tensors[1:], fuses=True):
+    if choice.leaves_groups(x, num_groups, scale, shift, weight, bias, fuses=True):
         return None
-    norm = (num_groups, shift, scale, weight, bias, eps)
-    return ada_group_norm(x, *norm, activation=activation)
+    return ada_group_norm(x, num_groups, shift, scale, weight, bias, eps, activation=activation)
 
 
 def _modulated(

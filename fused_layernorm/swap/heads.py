@@ -11,7 +11,9 @@ once for each pair of columns: that both hold each value twice, as the rotary em
 transformers give them, is taken for granted.
 
 Other forwards only normalize q and k, as timm's do: `q, k = self.q_norm(q), self.k_norm(k)`. There,
-and behind a rotation, q, k and v of one projection (packed.py) give it one gradient.
+and behind a rotation, q, k and v of one projection give it one gradient: the forward's source says
+which names are views of one tensor, and their strides say at each call whether they are its q, k
+and v. A forward that writes into any tensor is not looked at so.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from torch import Tensor, nn
 
 from ..heads import qk_norm_rope, qkv_norm_rope
 from ..stock import are_supported, has_kernels
-from . import packed, rewrite, rms, source
+from . import rewrite, rms, source
 from .classes import Known, forward_of, is_as_read, must_be_called
 from .forwards import result_of
-from .rewrite import Rules, Template, attribute_of_self
+from .rewrite import PARTS, VIEWS, Rules, Template, assigned_names, attribute_of_self
 
 FUNCTION = "apply_rotary_pos_emb"
 
@@ -69,17 +71,15 @@ def _rotated(
         if serves:
             of_q, of_k = _norm_of(self.q_norm, q), _norm_of(self.k_norm, q)
         if of_q is None or of_k is None or of_q[2:] != of_k[2:]:
-            q, k = (
-                _called(self.q_norm, q, self._transposes),
-                _called(self.k_norm, k, self._transposes),
-            )
+            q = _called(self.q_norm, q, self._transposes)
+            k = _called(self.k_norm, k, self._transposes)
             of_q = of_k = whole = None
             serves = is_known and is_supported(rotation, q, k, cos, sin)
     if serves and whole is not None and v is not None:
-        found = packed.whole_of(whole, q, k, v, self._in_order)
+        found = _whole_of(whole, q, k, v, self._in_order)
         if found is not None:
             given, options = _arguments(rotation, cos, sin, of_q, of_k)
-            return qkv_norm_rope(found.qkv, *given, **options | found.options)
+            return qkv_norm_rope(found[0], *given, **options | found[1])
     if serves and function is not None:
         given, options = _arguments(rotation, cos, sin, of_q, of_k)
         q, k = qk_norm_rope(q, k, *given, **options)
@@ -125,14 +125,14 @@ _Norm = tuple[Tensor | None, Tensor | None, float, str, rms.Variant]
 
 def _norm_of(module: Any, x: Tensor) -> _Norm | None:
     """The norm that a module computes of heads, if the kernel computes the same."""
-    norm, bias, statistic, is_layer = rms.norm_of(module, x), None, "rms", False
+    norm, bias, is_layer = rms.norm_of(module, x), None, False
     if norm is None:
         is_layer = result_of(module) == ""
         if not (is_layer or (forward_of(type(module)) is rms.timm and not module._fast_norm)):
             return None
         if torch.is_autocast_enabled(x.device.type) or (*module.normalized_shape,) != x.shape[3:]:
             return None
-        bias, statistic = getattr(module, "bias", None), "layer" if is_layer else "rms"
+        bias = getattr(module, "bias", None)
         norm = rms.Norm(module.weight, module.eps, rms.PLAIN, rms.ONE)
     elif norm.weight is None:
         return None
@@ -145,8 +145,9 @@ def _norm_of(module: Any, x: Tensor) -> _Norm | None:
         return None
     if not is_layer and (must_be_called(module) or not is_as_read(type(module))):
         return None
-    found = norm.weight, bias, norm.eps, statistic, norm.variant
-    return found if are_supported(x, norm.weight, bias) else None
+    if not are_supported(x, norm.weight, bias):
+        return None
+    return norm.weight, bias, norm.eps, "layer" if is_layer else "rms", norm.variant
 
 
 def _arguments(
@@ -165,6 +166,42 @@ def _arguments(
         if rotation.once:
             cos, sin = cos[..., : size // 2], sin[..., : size // 2]
     return (*weights, cos, sin), options
+
+
+def _whole_of(
+    whole: Tensor, q: Tensor, k: Tensor, v: Tensor, in_order: bool
+) -> tuple[Tensor, dict[str, Any]] | None:
+    """The tensor of which these, (batch, heads, positions, columns), are all, and the options with
+    which qkv_norm_rope takes it; None if they are not, or if it has no gradient.
+
+    in_order: whether the source says that they stand in this order. (Dynamo has no offsets.)
+
+    It is (batch, positions, columns of all), or as GPT-NeoX has it (batch, heads, positions, 3
+    columns), or as timm has it (3, batch, heads, positions, columns).
+    """
+    if not torch.is_grad_enabled() or not whole.requires_grad or q.dim() != 4 or q.dim() != v.dim():
+        return None
+    (_, heads, positions, cols), kv = q.shape, k.shape[1]
+    if whole.dim() == 3 and whole.shape[2] == (heads + 2 * kv) * cols:
+        found, step, first, second = whole, cols, heads * cols, kv * cols
+    elif whole.dim() == 4 and whole.shape[3] == 3 * cols and heads == kv == whole.shape[1]:
+        found, step, first, second = whole.transpose(1, 2), whole.stride(1), cols, cols
+        found = found.unflatten(3, (3, cols))
+    elif whole.dim() == 5 and whole.shape[0] == 3:
+        found, step = whole.permute(1, 3, 0, 2, 4), whole.stride(2)
+        first = second = whole.stride(0)
+    else:
+        return None
+    strides = (found.stride(0), step, found.stride(1), 1)
+    for part, count in ((q, heads), (k, kv), (v, kv)):
+        if part.shape != (q.shape[0], count, positions, cols) or part.stride() != strides:
+            return None
+    if not torch.compiler.is_dynamo_compiling():
+        at = (part.storage_offset() - whole.storage_offset() for part in (q, k, v))
+        in_order = (*at,) == (0, first, first + second)
+    layout = "h3d" if whole.dim() == 4 else "3hd"
+    options = {"layout": layout, "num_kv_heads": kv, "head_dim": cols}
+    return (found, options) if in_order else None
 
 
 # ---- Their source.
@@ -217,12 +254,88 @@ def _remake(made: source.Decorated) -> Any:
     transposes = any(_SITES[1].match(node, _RULES) for node in ast.walk(made.tree))
     rewriter = rewrite.Rewriter(_RULES, *(_SITES[:3] if rotates else _SITES[3:]))
     tree = rewriter.visit(made.tree)
-    in_order = packed.add_v(tree, Template(_CALL))
+    in_order = _add_v(tree, Template(_CALL))
     if len(rewriter.found) != 1 or (in_order is None and not rotates):
         return f"its forward does not call {FUNCTION}(q, k, cos, sin) once" if rotates else None
-    members: dict[str, Any] = {"_norms": "Q_NORM" in rewriter.found[0], "_rotation": rotation}
     parts = () if function is None else function.parts
-    of_parts = staticmethod(parts[0].function) if parts else None
-    members |= {"_rotated": _rotated, "_in_order": bool(in_order), "_function": of_parts}
-    members["_transposes"] = transposes
+    members = {
+        "_rotated": _rotated, "_rotation": rotation, "_norms": "Q_NORM" in rewriter.found[0],
+        "_function": staticmethod(parts[0].function) if parts else None,
+        "_in_order": bool(in_order), "_transposes": transposes,
+    }  # fmt: skip
     return source.rebuilt(made, tree), parts, members
+
+
+# ---- The names that are views of one tensor.
+
+
+def _root(value: Any) -> tuple[str | None, bool]:
+    """The name of which an expression is a view, and whether it is all of it."""
+    is_whole = True
+    while True:
+        match value:
+            case ast.Name(id=name):
+                return name, is_whole
+            case ast.Subscript(value=value):
+                is_whole = False
+            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in VIEWS:
+                is_whole = is_whole and name not in PARTS
+            case _:
+                return None, False
+
+
+class _View(NamedTuple):
+    """A name that is a view of another."""
+
+    whole: str
+    first: str | None = None  # what it is of a row: from this text, or number, to that
+    last: str | None = None
+
+
+def _views(statement: Any, views: dict[str, _View]) -> dict[str, _View]:
+    """The names to which a statement assigns views."""
+    names, value = assigned_names(statement), getattr(statement, "value", None)
+    root, is_whole = _root(value)
+    if root is None:
+        return {}
+    if root in views:
+        return dict.fromkeys(names, views[root] if is_whole else _View(views[root].whole))
+    if len(names) > 1:
+        return {name: _View(root, str(i), str(i + 1)) for i, name in enumerate(names)}
+    match value:  # whole[..., first:last]
+        case ast.Subscript(ast.Name(), ast.Tuple([_, ast.Slice(first, last)])):
+            ends = [None if end is None else ast.unparse(end) for end in (first, last)]
+            return dict.fromkeys(names, _View(root, *ends))
+    return dict.fromkeys(names, _View(root))
+
+
+def _add_v(forward: ast.FunctionDef, call: Template) -> bool | None:
+    """`q, k = call(...)` becomes `q, k, v = call(..., v, whole)`, where q and k, and one name more,
+    are views of one tensor that has a name. Whether they are its parts in this order; None where
+    nothing is changed."""
+    views: dict[str, _View] = {}
+    for i, statement in enumerate(forward.body):
+        if call.match(getattr(statement, "value", None), {}) is not None:
+            following = forward.body[i + 1 :]
+            return None if rewrite.writes(forward) else _add(statement, following, views)
+        stored = {n.id for n in ast.walk(statement)
+                  if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}  # fmt: skip
+        found = _views(statement, views)
+        views = {n: v for n, v in views.items() if not {n, v.whole} & stored}
+        views |= {n: v for n, v in found.items() if v.whole not in stored}
+    return None
+
+
+def _add(call: Any, following: list[ast.stmt], views: dict[str, _View]) -> bool | None:
+    pair = assigned_names(call)
+    if len(pair) != 2 or not {*pair} <= {*views}:
+        return None
+    q, k = (views[name] for name in pair)
+    later = {n.id for one in following for n in ast.walk(one) if isinstance(n, ast.Name)}
+    others = [n for n, v in views.items() if v.whole == q.whole and n not in pair and n in later]
+    if q.whole != k.whole or len(others) != 1:
+        return None
+    call.targets[0].elts.append(ast.Name(others[0], ast.Store()))
+    call.value.args += [ast.Name(others[0], ast.Load()), ast.Name(q.whole, ast.Load())]
+    ends = [(q.last, k.first), (k.last, views[others[0]].first)]
+    return q.first in (None, "0") and all(last == first is not None for last, first in ends)

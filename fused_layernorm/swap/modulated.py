@@ -25,14 +25,8 @@ from .rewrite import Rewriter, Rules, Template, attribute_of_self, postpone
 torch.fx.wrap("_modulated")
 
 
-def _modulate(
-    norm: Any,
-    x: Tensor,
-    shift: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, by default the norm's own."""
+def _modulate(norm: Any, x: Tensor, shift: Any, scale: Any, dtype: torch.dtype | None) -> Tensor:
+    """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, or if None the norm's own."""
     if dtype is None and OF_ATTRIBUTES.get(forward_of(type(norm))):
         dtype = x.dtype
     parameters = parameter(norm, "weight"), parameter(norm, "bias")

@@ -19,7 +19,6 @@ import copy
 import inspect
 import itertools
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from .classes import Known, forward_of, is_as_read, is_fused, must_be_called
 from .groups import activation_of, is_plain_group_norm, takes_activation
 from .rewrite import Rules, Template, attribute_of_self, target_of
 
-Planned = Mapping[nn.Module, type[nn.Module]]  # the classes that a swap will give
+Planned = dict[nn.Module, type[nn.Module]]  # the classes that a swap will give
 
 # ---- What a swapped forward calls.
 
@@ -148,11 +147,11 @@ _MODULATED = Template("NORM(*X) * (1 + SCALE) + SHIFT")
 _OF_ACTIVATION = Template("ACT(NAME)")
 
 
-def _is(statement: Any, name: str | None, *templates: Template) -> bool:
+def _is(statement: Any, name: str, *templates: Template) -> bool:
     """Whether a statement gives the name a value of one of these; NAME is the name itself."""
     found = (one.match(getattr(statement, "value", None), _RULES) for one in templates)
     names = (getattr(bound.get("NAME"), "id", name) for bound in found if bound is not None)
-    return name is not None and target_of(statement) == name and name in names
+    return name != "" and target_of(statement) == name and name in names
 
 
 def _join(tree: ast.AST) -> None:
@@ -181,7 +180,7 @@ def _push(statements: list[Any], i: int) -> None:
         setattr(before, field, copy.deepcopy([*norm, *getattr(before, field), act]))
 
 
-def _is_plain(test: ast.expr, name: str | None) -> bool:
+def _is_plain(test: ast.expr, name: str) -> bool:
     """Whether it makes no difference if the condition is asked before the norm is called."""
     plain = (ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.Is, ast.IsNot, ast.Load)
     return all(
@@ -232,12 +231,10 @@ def has_pair(module: nn.Module, made: Any, planned: Planned) -> bool:
         return any(classes.kind_of(planned.get(one, type(one))) == "group" for one in children)
     if forward_of(made) is _in_sequence:
         pairs: Any = itertools.pairwise(module._modules.values())
-        return any(is_pair(norm, act, planned.get(norm)) for norm, act in pairs)
-    named: Any = ((module._modules.get(name), act) for name, act in made._pairs)
-    return any(
-        is_known(norm) and is_pair(norm, _found(module, made._globals, act), planned.get(norm))
-        for norm, act in named
-    )
+    else:
+        names, parts = made._globals, module._modules
+        pairs = ((parts.get(norm), _found(module, names, act)) for norm, act in made._pairs)
+    return any(is_known(norm) and is_pair(norm, act, planned.get(norm)) for norm, act in pairs)
 
 
 def _found(module: nn.Module, names: dict[str, Any], expression: str) -> Any:

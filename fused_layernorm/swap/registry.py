@@ -2,24 +2,64 @@
 """What a module is: the one place that says so, for the swaps of norms and for is_fused.
 
 A class is known by itself (nn.LayerNorm, and what register_swap was told of), by its name and the
-source of its forward, or by that source alone, wherever the class stands (known.txt). A new kind of
+source of its forward, or by that source alone, wherever the class stands (known.txt, which says how
+its rows are written). A class is looked up by the names of its module and of itself, so no library
+is imported; one whose forward has a source that is not listed for it is not swapped. A new kind of
 norm adds its rows there, and its class of PyTorch to `_OF_PYTORCH`.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from .. import stock
-from . import classes, forwards, groups, rms, source, table
-from .classes import REGISTERED, Forward, Known, kind_of, plain_class
+from . import classes, forwards, groups, heads, modulated, rms, source
+from .classes import REGISTERED, Forward, Known, kind_of, own_class
 from .classes import is_fused as is_fused  # the package takes it from here
 from .source import Part, Source
+
+# ---- The rows of known.txt.
+
+# From the digest of a forward's source (source.digest) to what is known of it.
+_Sources = dict[str, Known]
+CLASSES: dict[tuple[str, str], _Sources] = {}  # by (module, class)
+SOURCES: _Sources = {}  # for classes of any module
+
+
+def _known(kind: str, of: Any, name: str) -> Any:
+    if of is modulated:
+        return Known(kind, of.derived, (*name.split("+"),), of.members)
+    found = eval(name.removesuffix("+act"), vars(of))
+    if of is heads:
+        return found
+    return Known(kind, groups.then_act(found) if name.endswith("+act") else found)
+
+
+def _enter(text: str) -> None:
+    kind, of = "", None
+    for row in re.split(r"\n+(?! )", re.sub(" *#.*", "", text).strip()):
+        if row.startswith("["):
+            kind, module = row.strip("[]").split()
+            of = globals()[module]
+            continue
+        name, digests, *classes = row.split()
+        sources = dict.fromkeys(digests.split(","), _known(kind, of, name))
+        if not classes:
+            (heads.SOURCES if of is heads else SOURCES).update(sources)
+        for module, _, cls in (one.rpartition(".") for one in classes):
+            CLASSES.setdefault((module, cls), {}).update(sources)
+
+
+_enter(Path(__file__).with_name("known.txt").read_text())
+
+# ---- What a module is.
 
 # The classes of PyTorch, whose forwards are stock.FORWARDS.
 _OF_PYTORCH: dict[type[nn.Module], Known] = {
@@ -34,12 +74,8 @@ _AS_PYTORCH: dict[type[nn.Module], Known] = {
 }
 
 Make = Callable[[Any], "Forward | None"]
-_registered: dict[type[nn.Module], tuple[Make, Any]] = {}  # with the class's forward as it was
+registered: dict[type[nn.Module], tuple[Make, Any]] = {}  # with the class's forward as it was
 Read = Callable[[type], "Source | None"]
-
-
-def register(cls: type[nn.Module], make: Make) -> None:
-    _registered[cls] = make, cls.forward
 
 
 class Found(NamedTuple):
@@ -58,13 +94,12 @@ def find(module: nn.Module, read: Read = source.read) -> Found | None:
 
     A class that is not known is a norm if its name says so and it has no children.
     """
-    cls = classes.swapped_from(module) or plain_class(module)
-    by_class = table.CLASSES.get(_name(cls))
+    cls = own_class(module)
     own = module.__dict__.get("forward")
     if own is not None:
         return _of_instance(module, own, cls, read)
-    if cls in _registered:
-        make, forward = _registered[cls]
+    if cls in registered:
+        make, forward = registered[cls]
         kind = kind_of(cls) or REGISTERED
         if cls.forward is not forward:
             return Found(kind, reason="its forward was replaced since it was registered")
@@ -75,7 +110,8 @@ def find(module: nn.Module, read: Read = source.read) -> Found | None:
             return Found(kind, reason="it has running statistics")
         if cls.forward is not stock.FORWARDS[cls]:
             return Found(kind, reason="its forward was replaced")
-    if by_class is None and not isinstance(module, tuple(_OF_PYTORCH)):  # its source alone counts
+    by_class = _name(cls) in CLASSES
+    if not by_class and not isinstance(module, tuple(_OF_PYTORCH)):  # its source alone counts
         children = {name for name, _ in module.named_children()} - {"parametrizations"}
         if cls.__module__.startswith("torch.") or children:
             return None
@@ -83,9 +119,8 @@ def find(module: nn.Module, read: Read = source.read) -> Found | None:
     if known is not None:
         return Found(known.kind, known, parts=parts)
     unknown = "the source of its forward is not one that fused_layernorm knows"
-    by_name = _kind_by_name(cls)
-    reason = unknown if by_class else "its class is not known"
-    return None if by_name is None else Found(by_name, reason=reason)
+    kind = _kind_by_name(cls)
+    return Found(kind, reason=unknown if by_class else "its class is not known") if kind else None
 
 
 def _name(cls: type) -> tuple[str, str]:
@@ -99,36 +134,35 @@ def _read(cls: type[nn.Module], read: Read) -> tuple[Known | None, tuple[Part, .
     found = read(cls)
     if found is None:
         return None, ()
-    return table.CLASSES.get(_name(cls), table.SOURCES).get(found.digest), found.parts
+    return CLASSES.get(_name(cls), SOURCES).get(found.digest), found.parts
 
 
-def _kind_by_name(cls: type) -> str | None:
-    if by_class := table.CLASSES.get(_name(cls)):
+def _kind_by_name(cls: type) -> str:
+    if by_class := CLASSES.get(_name(cls)):
         return next(iter(by_class.values())).kind
+    name = cls.__name__.lower().replace("_", "")
     if kind := kind_of(cls):
         return kind
-    name = cls.__name__.lower().replace("_", "")
     if "groupnorm" in name or "instancenorm" in name:
         return "group"
-    return "layer" if "LayerNorm" in cls.__name__ else "rms" if "rmsnorm" in name else None
+    return "layer" if "LayerNorm" in cls.__name__ else "rms" if "rmsnorm" in name else ""
 
 
 def _of_instance(module: nn.Module, own: Any, cls: type[nn.Module], read: Read) -> Found | None:
     """What a module is whose instance has a forward: Liger binds that of a class of its own."""
-    function: Any = getattr(own, "__func__", None)
     if isinstance(own, types.MethodType) and own.__self__ is module:
-        known = _of_liger(function, read)
+        known = _of_liger(own.__func__, read)
         if known is not None:
-            return Found(known.kind, known, own=function)
-    kind = _kind_by_name(cls) or (REGISTERED if cls in _registered else None)
-    return None if kind is None else Found(kind, reason="the module has a forward of its own")
+            return Found(known.kind, known, own=own.__func__)
+    kind = _kind_by_name(cls) or (REGISTERED if cls in registered else "")
+    return Found(kind, reason="the module has a forward of its own") if kind else None
 
 
 def accepted(module: nn.Module, found: Found) -> Found:
     """What a module is that nobody knows and a predicate accepts: a subclass of PyTorch's is taken
     to compute what PyTorch's class computes."""
-    cls = classes.swapped_from(module) or plain_class(module)
-    if "forward" in module.__dict__ or cls in _OF_PYTORCH or _name(cls) in table.CLASSES:
+    cls = own_class(module)
+    if "forward" in module.__dict__ or cls in _OF_PYTORCH or _name(cls) in CLASSES:
         return found
     for of_pytorch, known in _AS_PYTORCH.items():
         if isinstance(module, of_pytorch):
@@ -142,8 +176,8 @@ def _of_liger(function: Any, read: Read) -> Known | None:
     of = getattr(sys.modules.get(getattr(function, "__module__", "")), name, None)
     if not isinstance(of, type) or vars(of).get("forward") is not function:
         return None
-    found = read(of) if _name(of) in table.CLASSES and of.__module__.startswith("liger_") else None
-    return None if found is None else table.CLASSES[_name(of)].get(found.digest)
+    found = read(of) if _name(of) in CLASSES and of.__module__.startswith("liger_") else None
+    return None if found is None else CLASSES[_name(of)].get(found.digest)
 
 
 # ---- Classes of swapped norms.

@@ -96,22 +96,20 @@ def attribute_of_self(node: Any) -> str:
     return node.attr if is_own and node.value.id == "self" else ""
 
 
-def target_of(statement: Any) -> str | None:
-    """The name that a statement assigns to, if it does nothing else."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        return target.id if isinstance(target, ast.Name) else None
-    return None
-
-
-def assigned_names(statement: Any) -> list[str] | None:
-    """The names that a statement assigns to; None if it may do anything else."""
+def assigned_names(statement: Any) -> list[str]:
+    """The names that a statement assigns to; none if it is no assignment to names alone."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        return None
+        return []
     target = statement.targets[0]
     targets = target.elts if isinstance(target, ast.Tuple) else [target]
     names = [one.id for one in targets if isinstance(one, ast.Name)]
-    return names if len(names) == len(targets) and not writes(statement.value) else None
+    return names if len(names) == len(targets) else []
+
+
+def target_of(statement: Any) -> str:
+    """The one name that a statement assigns to, or ""."""
+    names = assigned_names(statement)
+    return names[0] if names and isinstance(statement.targets[0], ast.Name) else ""
 
 
 def writes(tree: ast.AST) -> bool:
@@ -155,7 +153,7 @@ def postpone(
     that might write into x, unless may_call says that it does not.
     """
     for i, statement in enumerate(statements):
-        name, value = target_of(statement) or "", getattr(statement, "value", None)
+        name, value = target_of(statement), getattr(statement, "value", None)
         found = ((norm, bound) for norm in norms if (bound := norm.match(value, rules)))
         norm, bound = next(found, (None, {}))
         later = [one for one in statements[i + 1 :] if _names(one)[name]]
@@ -173,11 +171,12 @@ def postpone(
                 use.value, statement.value = value, x
 
 
-def _may_move(moved: ast.AST, name: Any, between: list[Any], use: Any) -> bool:
-    given = [assigned_names(one) for one in between]
-    if any(names is None or _names(moved).keys() & {*names} for names in given):
-        return False
-    return name in (assigned_names(use) or ()) and _names(use.value)[name] == 1
+def _may_move(moved: ast.AST, name: str, between: list[Any], use: Any) -> bool:
+    for one in between:
+        names = assigned_names(one)
+        if not names or writes(one.value) or _names(moved).keys() & {*names}:
+            return False
+    return name in assigned_names(use) and not writes(use.value) and _names(use.value)[name] == 1
 
 
 def _names(node: ast.AST) -> Counter[str]:

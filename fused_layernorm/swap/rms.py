@@ -18,7 +18,8 @@ from torch import Tensor
 
 from .. import calls
 from ..compile import choice
-from ..functional import rms_norm
+from ..functional import layer_norm, rms_norm
+from ..gated import norm_in_groups
 from ..gated import run as gated_norm
 from ..ops.arguments import DTYPES
 from ..ops.gated import ACTIVATIONS, GatedArguments
@@ -70,17 +71,17 @@ def normalized(
         return None
     order = None if compiling or not keeps_order else _order_of_memory(x)
     rows = x if order is None else x.permute(order)
-    if size not in (0, x.shape[-1]):
-        if order is None and not x.is_contiguous():
-            return None
-        options: Any = {**variant._asdict(), "out_dtype": out_dtype, "group_size": size}
-        return _permuted_back(rms_norm(rows, weight, eps, **options), order)
+    has_gaps = order is None and not x.is_contiguous()
+    is_in_groups = size not in (0, x.shape[-1])
+    if is_in_groups and has_gaps:
+        return None
     a = describe(
         rows, weight=weight, eps=eps, activation=activation, out_dtype=out_dtype, statistic="rms",
         weight_offset=variant.weight_offset, round_before_weight=variant.round_before_weight,
-        keeps_order=keeps_order and order is None and not x.is_contiguous(),
+        keeps_order=keeps_order and has_gaps,
     )  # fmt: skip
-    return _permuted_back(calls.run(a), order)
+    y = norm_in_groups(a, size, None) if is_in_groups else calls.run(a)
+    return _permuted_back(y, order)
 
 
 def _out_dtype(
@@ -140,7 +141,7 @@ def norm(eps: str, variant: Variant = PLAIN, dtypes: Dtypes = OF_X) -> Forward:
     return forward
 
 
-rounded_once_eps = norm("eps")
+rounded_once = norm("eps")
 
 
 def of_rms_norm(self: Any, x: Tensor) -> Tensor | None:
@@ -164,7 +165,7 @@ def krea2(self: Any, x: Tensor) -> Tensor | None:
 
 
 def gemma3n(self: Any, x: Tensor) -> Tensor | None:
-    return rounded_once_eps(self, x) if self.with_scale else weightless(self, x)
+    return (rounded_once if self.with_scale else weightless)(self, x)
 
 
 def weightless(self: Any, x: Tensor) -> Tensor | None:
@@ -196,9 +197,7 @@ NORMS[diffusers] = lambda self, x: (
 
 
 def stable_audio3(self: Any, x: Tensor) -> Tensor | None:
-    if self.force_fp32 or x.dtype is _F32:
-        return normalized(x, self.gamma, self.eps, PLAIN, OF_X)
-    return None
+    return normalized(x, self.gamma, self.eps, PLAIN, OF_X if self.force_fp32 else FLOAT32)
 
 
 def timm(self: Any, x: Tensor) -> Tensor | None:
@@ -242,19 +241,18 @@ def gated(variant: Variant, dtypes: Dtypes, groups: Callable[..., Groups | None]
             return None
         if gate is None and of.is_optional:
             return normalized(x, weight, eps, variant, dtypes, size=of.size)
-        out_dtype, order = _out_dtype(x, weight, eps, dtypes, of.size), None
-        if out_dtype is None or of.activation not in ACTIVATIONS:
+        out_dtype = _out_dtype(x, weight, eps, dtypes, of.size)
+        if out_dtype is None or of.activation not in ACTIVATIONS or not isinstance(gate, Tensor):
             return None
-        if not isinstance(gate, Tensor) or gate.shape != x.shape or gate.device != x.device:
+        if gate.shape != x.shape or gate.device != x.device or gate.dtype not in DTYPES:
             return None
-        if gate.dtype not in DTYPES:
-            return None
+        compiling, order = calls.is_compiling(), None
         if not x.is_contiguous():
-            order = None if calls.is_compiling() else _order_of_memory(x)
+            order = None if compiling else _order_of_memory(x)
             if order is None:
                 return None
             x, gate = x.permute(order), gate.permute(order)
-        if calls.is_compiling() and choice.of_gated(x, of.size or x.shape[-1]) == "PYTORCH":
+        if compiling and choice.of_gated(x, of.size or x.shape[-1]) == "PYTORCH":
             return None
         options: Any = (of.gate_first, of.activation, of.size or None, out_dtype)
         a = GatedArguments(x, gate, weight, None, eps, *options, *variant)
@@ -280,11 +278,7 @@ def whole(self: Any, x: Tensor) -> Groups:
 
 
 def of_mamba2(self: Any, x: Tensor) -> Groups:
-    return Groups(self.group_size, gate_first=True)
-
-
-def of_mamba2_whole(self: Any, x: Tensor) -> Groups:
-    return Groups(gate_first=True)
+    return Groups(getattr(self, "group_size", 0), gate_first=True)
 
 
 # ---- Norms over channels. The result has the strides of torch.empty_like(x). With an activation
@@ -293,23 +287,23 @@ def of_mamba2_whole(self: Any, x: Tensor) -> Groups:
 
 def _is_over_channels(x: Any, weight: Any, *, half: bool) -> bool:
     """Whether the kernels serve a norm over dimension 1 of x: float32, perhaps half precision."""
-    dtypes = OF_X if half else FLOAT32
-    weight_dtype = None if weight is None else weight.dtype
-    return has_kernels(x) and x.dim() > 1 and (x.dtype, weight_dtype) in dtypes
+    if not has_kernels(x) or x.dim() < 2:
+        return False
+    return (x.dtype, None if weight is None else weight.dtype) in (OF_X if half else FLOAT32)
 
 
 def _timm_2d(*, wide: bool) -> Forward:
     """In half precision RmsNorm2d rounds at every step, or autocast decides where it does."""
 
     def forward(self: Any, x: Tensor) -> Tensor | None:
-        is_fast = not wide and self._fast_norm
-        if is_fast or not _is_over_channels(x, self.weight, half=wide) or x.dim() != 4:
+        weight, is_fast = self.weight, not wide and self._fast_norm
+        if is_fast or not _is_over_channels(x, weight, half=wide) or x.dim() != 4:
             return None
         if len(self.normalized_shape) != 1:
             return None
-        if self.weight is not None and self.weight.shape != x.shape[1:2]:
+        if weight is not None and weight.shape != x.shape[1:2]:
             return None
-        return rms_norm(x, self.weight, self.eps, out_dtype=x.dtype, dim=1)
+        return rms_norm(x, weight, self.eps, out_dtype=x.dtype, dim=1)
 
     return forward
 
@@ -354,3 +348,38 @@ def per_channel(
     if self.channel_dim != 1 or not _is_over_channels(x, None, half=activation is not None):
         return None
     return rms_norm(x, None, self.eps, activation=activation, out_dtype=x.dtype, dim=1)
+
+
+# ---- Liger-Kernel's norms, which stand in a model as classes or as forwards of its instances. Of
+# ---- its casting modes `llama` rounds the normalized value to x's dtype before it multiplies by
+# ---- weight + offset, and `gemma` rounds once; the result has x's dtype, whatever autocast says.
+# ---- Liger gathers a DTensor.
+
+
+def _of_liger(self: Any, x: Tensor) -> Norm | None:
+    weight, mode = self.weight, self.casting_mode
+    if mode not in ("llama", "gemma"):
+        return None
+    variant = Variant(0.0 if weight is None else float(self.offset), mode == "llama")
+    return Norm(weight, self.variance_epsilon, variant, OF_X)
+
+
+def liger(self: Any, hidden_states: Tensor) -> Tensor | None:
+    norm = _of_liger(self, hidden_states)
+    if norm is None or type(hidden_states) is not Tensor:
+        return None
+    return normalized(hidden_states, *norm, keeps_order=False)
+
+
+NORMS[liger] = _of_liger
+
+
+def liger_layer_norm(self: Any, hidden_states: Tensor) -> Tensor | None:
+    x, weight, bias = hidden_states, self.weight, self.bias
+    if type(x) is not Tensor or not has_kernels(x) or weight is None or bias is None:
+        return None
+    if weight.shape != x.shape[-1:] or bias.dtype is not weight.dtype:
+        return None
+    if (x.dtype, weight.dtype) not in OF_X:
+        return None
+    return layer_norm(x, weight, bias, self.variance_epsilon, out_dtype=x.dtype)

@@ -28,8 +28,6 @@ _INHERITED: dict[Any, str] = {
 }
 _BASES = (LayerNorm, GroupNorm)  # that super() may be
 
-Trees = list[ast.FunctionDef]
-
 
 class Unreadable(Exception):
     """A forward that cannot be read, or be made anew; the message says why."""
@@ -63,10 +61,7 @@ def read(cls: type) -> Source | None:
     Functions of other modules are parts, but not in the digest. A forward that calls super's
     forward can be read only if that is nn.LayerNorm's or nn.GroupNorm's.
     """
-    owners = [base for base in cls.__mro__ if "forward" in vars(base)]
-    if not owners:
-        return None
-    forward = vars(owners[0])["forward"]
+    forward = inspect.getattr_static(cls, "forward", None)
     parts = [Part(cls, "forward", forward)]
     if not isinstance(forward, types.FunctionType):
         return None
@@ -91,7 +86,7 @@ def read(cls: type) -> Source | None:
     except Unreadable:
         return None
     if any("super" in called_names(one) for one in (tree, *called)):
-        base: Any = owners[1] if owners[1:] else None
+        _, base, *_ = (one for one in cls.__mro__ if "forward" in vars(one))
         if base not in _BASES:
             return None
         parts.append(Part(base, "forward", FORWARDS[base]))
@@ -100,32 +95,31 @@ def read(cls: type) -> Source | None:
 
 def read_function(owner: dict[str, Any], name: str) -> Source | None:
     """The source of a global function, and of the functions that it calls, without decorators."""
+    function: Any = owner.get(name)
     parts: list[Part] = []
-    found: Trees = []
 
-    def enter(owner: dict[str, Any], name: str) -> None:
-        function = owner.get(name)
-        if isinstance(function, types.FunctionType):
-            made = decorated(function)
-            if made.wrappers:
-                raise Unreadable(f"{name} is wrapped")
-            parts.append(Part(owner, name, function))
-            found.append(made.tree)
+    def enter(owner: dict[str, Any], name: str) -> ast.FunctionDef | None:
+        if not isinstance(owner.get(name), types.FunctionType):
+            return None
+        parts.append(Part(owner, name, owner[name]))
+        made = decorated(owner[name])
+        if made.wrappers:
+            raise Unreadable(f"{name} is wrapped")
+        return made.tree
 
     try:
-        enter(owner, name)
-        for callee in called_names(found[0]) if found else ():
-            enter(parts[0].function.__globals__, callee)
+        tree = enter(owner, name)
+        called = trees(tree, lambda name: enter(function.__globals__, name)) if tree else []
     except Unreadable:
         return None
-    return Source(digest_of_trees(found[0], found[1:]), (*parts,)) if found else None
+    return None if tree is None else Source(digest_of_trees(tree, called), (*parts,))
 
 
 def trees(
     forward: ast.FunctionDef,
     function: Callable[[str], ast.FunctionDef | None],
-    method: Callable[[str], ast.FunctionDef | None],
-) -> Trees:
+    method: Callable[[str], ast.FunctionDef | None] = lambda name: None,
+) -> list[ast.FunctionDef]:
     """What a forward calls, in the order of digest_of_trees.
 
     `function` and `method` give the source of what has this name in the module and in the class,

@@ -23,7 +23,8 @@ from .. import stock
 from ..modules import FusedRMSNorm
 from . import classes, heads, registry, source
 from . import neighbours as beside
-from .classes import REGISTERED, Forward, Known, is_fused, kind_of, lock, plain_class
+from .classes import REGISTERED, Forward, Known, is_fused, kind_of, lock, own_class, plain_class
+from .neighbours import Planned
 from .registry import Found
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -88,9 +89,31 @@ def _swap_all(
     what: str,
     neighbours: bool = False,
 ) -> Model:
-    """Swaps the norms of these kinds and the registered modules; `what` names them in messages."""
-    left: Counter[str] = Counter()
-    plan = _planned(model, predicate, kinds, neighbours, left)
+    """Swaps the norms of these kinds and the registered modules; `what` names them in messages.
+
+    Nothing is done before all is planned, so that an error leaves a model as it was.
+    """
+    plan: Planned = {}
+    left: Counter[str] = Counter()  # the norm-like modules that stay, with the reason
+
+    def note(module: nn.Module, made: type[nn.Module] | str | None) -> None:
+        if isinstance(made, str):
+            left[f"{_name(plain_class(module))} ({made})"] += 1
+        elif made is not None:
+            plan[module] = made
+
+    read = functools.cache(source.read)  # for this swap: a later one may find other forwards
+    # The norms come first: a module that modulates a norm's output is swapped only if the norm is.
+    modules = sorted(model.named_modules(), key=lambda item: not isinstance(item[1], nn.LayerNorm))
+    for name, module in modules:
+        with lock:  # while it is looked at, no other thread swaps it
+            found = None if is_fused(module) else registry.find(module, read)
+            if found is not None and found.kind in (*kinds, REGISTERED):
+                note(module, _norm(name, module, found, predicate, plan))
+            elif found and found.kind == "rms" and "LayerNorm" in plain_class(module).__name__:
+                note(module, "it computes RMSNorm")
+    if neighbours:
+        _plan_neighbours(model, plan, note)
     for module, cls in plan.items():
         with lock:
             if not is_fused(module):  # another thread may have been quicker
@@ -114,54 +137,21 @@ def _say(left: Counter[str], model: nn.Module, what: str) -> str:
     return text
 
 
-# The classes that a swap will give to modules.
-_Plan = dict[nn.Module, type[nn.Module]]
-
-
-def _planned(
-    model: nn.Module,
-    predicate: Predicate | None,
-    kinds: tuple[str, ...],
-    neighbours: bool,
-    left: Counter[str],
-) -> _Plan:
-    """What a swap will do, of which nothing is done yet, so that an error leaves a model as it was.
-
-    `left` counts the norm-like modules that stay, with the reason.
-    """
-    plan: _Plan = {}
-
-    def note(module: nn.Module, made: type[nn.Module] | str | None) -> None:
-        if isinstance(made, str):
-            left[f"{_name(plain_class(module))} ({made})"] += 1
-        elif made is not None:
-            plan[module] = made
-
-    read = functools.cache(source.read)  # for this swap: a later one may find other forwards
-    # The norms come first: a module that modulates a norm's output is swapped only if the norm is.
-    modules = sorted(model.named_modules(), key=lambda item: not isinstance(item[1], nn.LayerNorm))
-    for name, module in modules:
-        with lock:  # while it is looked at, no other thread swaps it
-            found = None if is_fused(module) else registry.find(module, read)
-            if found is not None and found.kind in (*kinds, REGISTERED):
-                note(module, _norm(name, module, found, predicate, plan))
-            elif found and found.kind == "rms" and "LayerNorm" in plain_class(module).__name__:
-                note(module, "it computes RMSNorm")
+def _plan_neighbours(model: nn.Module, plan: Planned, note: Callable[..., None]) -> None:
     of_heads, of_activations = map(functools.cache, (heads.class_of, beside.class_of))
-    for module in model.modules() if neighbours else ():
+    for module in model.modules():
         if module in plan or is_fused(module) or "forward" in module.__dict__:
             continue
-        cls: Any = classes.swapped_from(module) or plain_class(module)
+        cls: Any = own_class(module)
         known = heads.known_of(cls)
         made: Any = of_heads(cls) if known and _has_norms(module, known, plan) else None
         if made is None and (made := of_activations(cls)) is not None:
             made = made if beside.has_pair(module, made, plan) else None
         note(module, made)
-    return plan
 
 
 def _norm(
-    name: str, module: nn.Module, found: Found, predicate: Predicate | None, plan: _Plan
+    name: str, module: nn.Module, found: Found, predicate: Predicate | None, plan: Planned
 ) -> type[nn.Module] | str:
     """What a swap gives to a norm, or why it is left."""
     of_pytorch = isinstance(module, (stock.LayerNorm, stock.RMSNorm, stock.GroupNorm))
@@ -186,9 +176,9 @@ def _norm(
         return "it has a norm that is not fused"
     elif known.forward is FusedRMSNorm.forward and hasattr(module, "bias"):
         return "it has a bias, of which nn.RMSNorm does not know"
-    cls = classes.swapped_from(module) or plain_class(module)
-    if cls in classes.PLAIN and known.forward is classes.PLAIN[cls].forward:
-        return classes.PLAIN[cls]
+    cls = own_class(module)
+    if (plain := classes.PLAIN.get(cls)) is not None and known.forward is plain.forward:
+        return plain
     try:
         return registry.class_of(cls, known, found.parts, found.own)
     except source.Unreadable as error:
@@ -213,18 +203,13 @@ def _give(module: nn.Module, cls: Any) -> None:
     """Gives a module the class in which the forward that is known serves its calls."""
     own = module.__dict__
     if getattr(cls, "_own", None) is not None:
-        own["_taken_over"] = {name: own.pop(name) for name in _OF_LIGER if name in own}
+        bound = ("forward", "extra_repr", "_get_name")  # beside parameters of Liger's kernels
+        own["_taken_over"] = {name: own.pop(name) for name in bound if name in own}
     classes.set_class(module, cls)
     if cls in classes.OURS:
-        own.update(_is_swapped=True, **_LEAF)
-
-
-# What Liger binds to an instance beside parameters of its kernels.
-_OF_LIGER = ("forward", "extra_repr", "_get_name")
-
-# torch.fx records a module of torch.nn as one call, and reads this name on the module itself, where
-# it hides the class's name from nothing else: pickle asks the class.
-_LEAF = {"__module__": stock.LayerNorm.__module__}
+        # torch.fx records a module of torch.nn as one call, and reads this name on the module
+        # itself, where it hides the class's name from nothing else: pickle asks the class.
+        own.update(_is_swapped=True, __module__=stock.LayerNorm.__module__)
 
 
 def unswap_norms(model: Model) -> Model:
@@ -289,7 +274,7 @@ def register_swap(cls: type[nn.Module], make: Callable[[Any], Forward | None]) -
         raise TypeError(f"expected make to be callable, got {type(make).__name__}")
     if issubclass(cls, classes.OURS) or classes.is_made(cls):
         raise ValueError(f"expected a class that is not fused, got {cls.__name__}")
-    registry.register(cls, make)
+    registry.registered[cls] = make, cls.forward
 
 
 def _check_forward(cls: type[nn.Module], forward: object) -> None:
