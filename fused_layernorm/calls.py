@@ -122,18 +122,21 @@ def _check_plain(given: Any) -> None:
     arguments.check(describe(input, **norm, statistic=statistic))
 
 
-def norm(a: Arguments, normalized_shape: Any, default: int | None = None) -> Any:
+def norm(
+    a: Arguments, normalized_shape: Any, default: int | None = None, dim: int | None = None
+) -> Any:
     """The norm that is described, over the dimensions that a user gives, or by default so many."""
-    a.normalized_ndim = arguments.normalized_ndim(
-        a.input, a.weight, a.bias, normalized_shape, a.dim, default
-    )
+    if dim is not None:  # that of a view in which it is the last, whose order y keeps
+        dim, last = arguments.check_dim(a, dim, normalized_shape), a.input.dim() - 1
+        a.input, a.keeps_order = a.input.movedim(dim, last), True  # ONNX counts from the front
+        return run(a).movedim(last, dim)
+    given = (a.input, a.weight, a.bias, normalized_shape, default)
+    a.normalized_ndim = arguments.normalized_ndim(*given)
     return run(a)
 
 
 def run(a: Arguments) -> Any:
     """The norm that is described: y, or with a residual (y, residual_out)."""
-    if a.dim is not None:
-        return _over_dim(a)
     gate = a.gate
     if gate is not None and not _may_fuse_gate(a):
         return _with_sum_apart(a)
@@ -167,16 +170,6 @@ def call(family: Family, a: Any, in_pytorch: Any = None) -> Any:
         return family.call(a)
     except Exception as error:
         raise arguments.explain(error, a, family.check) from None
-
-
-def _over_dim(a: Arguments) -> Tensor:
-    """A norm over one dimension: that of a view in which it is the last."""
-    end = a.input.dim() - 1  # ONNX has no dimensions counted from the end
-    dim: Any = a.dim
-    dim = dim if type(dim) is int else arguments.check_int("dim", dim)
-    dim %= end + 1
-    a.input, a.keeps_order, a.dim = a.input.movedim(dim, end), True, None
-    return run(a).movedim(end, dim)
 
 
 def _may_fuse_gate(a: Arguments) -> bool:

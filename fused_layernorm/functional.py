@@ -72,9 +72,9 @@ def layer_norm(
             return y
     a = describe(
         input, weight=weight, bias=bias, eps=eps, activation=activation, output_scale=scale,
-        out_dtype=out_dtype, dim=dim,
+        out_dtype=out_dtype,
     )  # fmt: skip
-    return norm(a, normalized_shape)
+    return norm(a, normalized_shape, dim=dim)
 
 
 def rms_norm(
@@ -130,11 +130,11 @@ def rms_norm(
     a = describe(
         input, weight=weight, bias=bias, eps=rms_eps(eps, input), activation=activation,
         output_scale=scale, out_dtype=out_dtype, statistic="rms", weight_offset=weight_offset,
-        round_before_weight=round_before_weight, dim=dim,
+        round_before_weight=round_before_weight,
     )  # fmt: skip
     if group_size is not None:
-        return norm_in_groups(a, group_size, normalized_shape)
-    return norm(a, normalized_shape)
+        return norm_in_groups(a, group_size, normalized_shape, dim)
+    return norm(a, normalized_shape, dim=dim)
 
 
 def add_layer_norm(

@@ -97,19 +97,18 @@ def _settled(a: GatedArguments) -> GatedArguments:
     """The operator's arguments; raises where the schema's error would be worse."""
     arguments.check_tensor("input", a.input)
     arguments.check_tensor("gate", a.gate)
-    tensors = zip(a._fields[2:4], a[2:4], strict=True)
-    arguments.check_types(tensors, eps=a.eps, weight_offset=a.weight_offset)
-    arguments.check_gate_activation(a.gate_activation)
+    arguments.check_types(gated.FAMILY, a)
+    arguments.check_choice("gate_activation", a.gate_activation, arguments.GATES)
     return a._replace(group_size=arguments.check_group_size(a.group_size, None))
 
 
-def norm_in_groups(a: Arguments, group_size: Any, normalized_shape: Any) -> Tensor:
+def norm_in_groups(a: Arguments, group_size: Any, normalized_shape: Any, dim: Any) -> Tensor:
     """An RMSNorm that is described, over groups of columns: these are the rows of a norm, whose
     result PyTorch multiplies by a weight of all columns."""
     arguments.check_tensor("input", a.input)
     input, device = a.input, a.input.device.type
-    given = (input, a.weight, a.bias, normalized_shape, a.dim, 1)
-    if arguments.normalized_ndim(*given) != 1 or a.dim is not None:
+    given = (input, a.weight, a.bias, normalized_shape, 1)
+    if dim is not None or arguments.normalized_ndim(*given) != 1:
         raise ValueError("expected group_size beside the last dimension alone to normalize over")
     if choice.has_autocast(device) and torch.is_autocast_enabled(device):
         a = under_autocast(a)

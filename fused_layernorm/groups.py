@@ -132,8 +132,7 @@ def _run(a: GroupArguments) -> Tensor:
 def _settled(a: GroupArguments) -> GroupArguments:
     """The operator's arguments; raises where the schema's error would be worse."""
     arguments.check_tensor("input", a.input)
-    tensors = zip(a._fields[2:6], a[2:6], strict=True)
-    arguments.check_types(tensors, eps=a.eps, scale=a.output_scale)
+    arguments.check_types(groups.FAMILY, a)
     a = a._replace(num_groups=arguments.check_num_groups(a.num_groups))
     if has_one_value(a.input, a.num_groups):
         arguments.check_group_norm(a)

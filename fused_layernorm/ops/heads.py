@@ -26,7 +26,6 @@ from .family import Family, implement
 from .formulas import acc_dtype, affine, call_of, normalized, shifted, to
 from .vmap import folded, one_by_one, to_front
 
-STATISTICS = (*arguments.STATISTICS, None)
 MOST_KERNEL_COLS = load.operators._limit("head_cols")
 
 qk_norm_rope = load.operators.qk_norm_rope.default
@@ -250,8 +249,13 @@ def check(a: Any) -> None:
     Without k, the names are those of norm_rope.
     """
     q = "input" if a.k is None else "q"
-    if a.statistic not in STATISTICS:
-        raise ValueError(f"expected statistic 'rms', 'layer' or None, got {a.statistic!r}")
+    arguments.check_choice("statistic", a.statistic, arguments.OF_HEADS)
+    arguments.check_eps(a.eps)
+
+    def misfit(name: str, parameter: Tensor) -> str | None:
+        cols = a.q.shape[3]
+        return None if parameter.shape == (cols,) else f"of shape {[cols]}, the size of a head"
+
     for side, x, weight, bias in sides(a):
         name, prefix = (q, "") if a.k is None else (side, f"{side}_")
         arguments.check_tensor(name, x)
@@ -266,13 +270,9 @@ def check(a: Any) -> None:
         for what, parameter in ((f"{prefix}weight", weight), (f"{prefix}bias", bias)):
             if parameter is None:
                 continue
-            arguments.check_tensor(what, parameter)
             if a.statistic is None:
                 raise ValueError(f"expected no {what} beside statistic None, got one")
-            if parameter.shape != x.shape[3:]:
-                expected = f"of shape {[x.shape[3]]}, the size of a head"
-                raise arguments.shape_error(what, expected, parameter)
-            _check_beside(what, parameter, q, a.q)
+            arguments.check_parameter(what, parameter, {q: a.q}, misfit)
         if a.weight_offset != 0 and a.statistic is not None and weight is None:
             raise ValueError(
                 f"expected a {prefix}weight beside weight_offset {a.weight_offset}, got none"
@@ -282,7 +282,7 @@ def check(a: Any) -> None:
     if a.weight_offset != 0 and a.statistic is None:
         raise ValueError(f"expected no weight_offset beside statistic None, got {a.weight_offset}")
     arguments.check_statistic("rms", a.weight_offset, a.q_weight)
-    _check_angles(a)
+    _check_angles(a, q)
 
 
 def _check_beside_q(a: Any, k: Tensor) -> None:
@@ -299,17 +299,7 @@ def _check_beside_q(a: Any, k: Tensor) -> None:
         )
 
 
-def _check_beside(name: str, tensor: Tensor, q: str, of: Tensor, *others: torch.dtype) -> None:
-    """Raises unless a tensor goes with q, by device and dtype; it may also be of other dtypes."""
-    arguments.check_device(name, tensor, q, of)
-    if tensor.dtype is of.dtype or tensor.dtype in others:
-        return
-    allowed = [*dict.fromkeys((*arguments.beside(of.dtype), *others))]
-    if tensor.dtype not in allowed:
-        raise arguments.dtype_error(name, tensor, allowed, q, [of.dtype])
-
-
-def _check_angles(a: Any) -> None:
+def _check_angles(a: Any, q: str) -> None:
     cos, sin = a.cos, a.sin
     if (cos is None) != (sin is None):
         given, other = ("sin", "cos") if cos is None else ("cos", "sin")
@@ -325,22 +315,24 @@ def _check_angles(a: Any) -> None:
             f"expected rotary_dim to be an even number from 2 to {cols}, the size of a head, "
             f"got {rotary}"
         )
-    for name, angles in (("cos", cos), ("sin", sin)):
-        arguments.check_tensor(name, angles)
-        shape = list(angles.shape)
+
+    def misfit(name: str, angles: Tensor) -> str | None:
+        shape = angles.shape
         fits = (
             angles.dim() in (2, 3)
             and shape[-2] == positions
             and shape[-1] in (rotary // 2, rotary)
             and (angles.dim() == 2 or shape[0] in (1, batch))
         )
-        if not fits:
-            expected = (
-                f"of shape (positions, n) or (batch, positions, n), with {positions} positions, "
-                f"batch {batch}{'' if batch == 1 else ' or 1'}, and n {rotary // 2} or {rotary}"
-            )
-            raise arguments.shape_error(name, expected, angles)
-        _check_beside(name, angles, "input" if a.k is None else "q", a.q, torch.float32)
+        if fits:
+            return None
+        return (
+            f"of shape (positions, n) or (batch, positions, n), with {positions} positions, batch "
+            f"{batch}{'' if batch == 1 else ' or 1'}, and n {rotary // 2} or {rotary}"
+        )
+
+    for name, angles in (("cos", cos), ("sin", sin)):
+        arguments.check_parameter(name, angles, {q: a.q}, misfit, torch.float32)
     if cos.shape[-1] != sin.shape[-1] or cos.dtype != sin.dtype:
         raise RuntimeError(
             "expected cos and sin of one dtype and one last size, got "

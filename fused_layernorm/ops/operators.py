@@ -35,11 +35,7 @@ class Arguments(formulas.Record):
             for name in formulas.fields_of(operator.default)
             if name not in TENSORS
         ),
-        # The one dimension to normalize over, in place of the last ones. The operators do not know
-        # it: calls.py moves it to the end of a view, and lets them keep its order.
-        "dim",
     )
-    dim: int | None
 
     def _replace(self, **changes: Any) -> Arguments:
         given = {name: getattr(self, name) for name in self._fields}
@@ -49,7 +45,7 @@ class Arguments(formulas.Record):
 def _maker() -> str:
     """The source of `describe`: of a function that takes the place of the class's constructor, in
     half its time."""
-    defaults = {"normalized_ndim": 1, "eps": 1e-5, "dim": None}
+    defaults = {"normalized_ndim": 1, "eps": 1e-5}
     given = [
         f"{n}={defaults.get(n, getattr(formulas.Record, n, None))!r}" for n in Arguments._fields
     ]

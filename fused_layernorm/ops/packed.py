@@ -136,9 +136,10 @@ def _has_node(p: Any) -> bool:
 def run(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of a call of qkv_norm_rope."""
     p = PackedArguments(*args)
-    if _has_node(p):
-        return autograd.apply(_Packed, *p)
-    return *qkv_norm_rope(*p), part(p, 2)
+    try:
+        return autograd.apply(_Packed, *p) if _has_node(p) else (*qkv_norm_rope(*p), part(p, 2))
+    except Exception as error:
+        raise arguments.explain(error, p, check) from None
 
 
 def _autograd(keyset: Any, *args: Any) -> Any:
