@@ -17,8 +17,6 @@ from .ops.formulas import acc_dtype, affine, epilogue, shifted, to
 from .ops.gated import GatedArguments
 from .ops.operators import Arguments, describe
 
-_is_compiling = torch.compiler.is_dynamo_compiling
-
 
 def rms_norm_gated(
     input: Tensor,
@@ -83,23 +81,15 @@ def rms_norm_gated(
 
 def run(a: GatedArguments) -> Tensor:
     """A gated norm; its group_size is what a user gives."""
-    a, operator = _settled(a), gated.FAMILY.plain
-    if _is_compiling():
+    a = a._replace(group_size=arguments.check_group_size(a.group_size, None))
+    if calls.is_compiling():
+        arguments.check_types(gated.FAMILY, a)
+        arguments.check_choice("gate_activation", a.gate_activation, arguments.GATES)
         input = a.input
         if input.dim() and choice.of_gated(input, a.group_size or input.shape[-1]) != "KERNEL":
-            operator = VARIANTS[operator]
-        return operator(*a)
+            return VARIANTS[gated.FAMILY.plain](*a)
     found: Tensor = calls.call(gated.FAMILY, a)
     return found
-
-
-def _settled(a: GatedArguments) -> GatedArguments:
-    """The operator's arguments; raises where the schema's error would be worse."""
-    arguments.check_tensor("input", a.input)
-    arguments.check_tensor("gate", a.gate)
-    arguments.check_types(gated.FAMILY, a)
-    arguments.check_choice("gate_activation", a.gate_activation, arguments.GATES)
-    return a._replace(group_size=arguments.check_group_size(a.group_size, None))
 
 
 def norm_in_groups(a: Arguments, group_size: Any, normalized_shape: Any, dim: Any) -> Tensor:

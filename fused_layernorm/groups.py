@@ -77,11 +77,7 @@ def group_norm(
         y = plain(False, input, num_groups, weight, bias, eps, True)
         if y is not None:
             return y
-    return _run(
-        GroupArguments(
-            input, num_groups, None, None, weight, bias, eps, activation, scale, out_dtype
-        )
-    )
+    return _run(input, num_groups, None, None, weight, bias, eps, activation, scale, out_dtype)
 
 
 def ada_group_norm(
@@ -114,33 +110,20 @@ def ada_group_norm(
 
     The other arguments, the result and the errors are those of :func:`group_norm`.
     """
-    return _run(
-        GroupArguments(
-            input, num_groups, shift, scale, weight, bias, eps, activation, 1.0, out_dtype
-        )
-    )
+    return _run(input, num_groups, shift, scale, weight, bias, eps, activation, 1.0, out_dtype)
 
 
-def _run(a: GroupArguments) -> Tensor:
-    a = _settled(a)
-    if is_compiling():
-        return groups.group_norm(*a)
-    found: Tensor = calls.call(groups.FAMILY, a)
-    return found
-
-
-def _settled(a: GroupArguments) -> GroupArguments:
-    """The operator's arguments; raises where the schema's error would be worse."""
-    arguments.check_tensor("input", a.input)
-    arguments.check_types(groups.FAMILY, a)
-    a = a._replace(num_groups=arguments.check_num_groups(a.num_groups))
-    if has_one_value(a.input, a.num_groups):
+def _run(input: Tensor, num_groups: Any, *others: Any) -> Tensor:
+    arguments.check_tensor("input", input)
+    a = GroupArguments(input, arguments.check_num_groups(num_groups), *others)
+    if has_one_value(input, a.num_groups):
         arguments.check_group_norm(a)
         raise ValueError(
-            f"expected more than one value in a group, got input of shape {[*a.input.shape]} and "
+            f"expected more than one value in a group, got input of shape {[*input.shape]} and "
             f"num_groups {a.num_groups}"
         )
-    return a
+    found: Tensor = calls.call(groups.FAMILY, a)
+    return found
 
 
 def has_one_value(x: Tensor, num_groups: int) -> bool:

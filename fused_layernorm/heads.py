@@ -222,9 +222,7 @@ def _run(a: HeadArguments) -> Any:
     if a.q.dim() == 4 and (needs_grad(a.cos, a.sin) or not has_kernel(a.q, a.cos)):
         FAMILY.check(a)
         return FAMILY.without_statistics(FAMILY.formula(a))
-    if calls.is_compiling():
-        return FAMILY.plain(*a)
-    if needs_grad(*a[:6]) or in_forward_mode():
+    if calls.is_compiling() or needs_grad(*a[:6]) or in_forward_mode():
         return calls.call(FAMILY, a)
     with _below_autograd():  # autograd of this operator is in Python, and would do nothing
         return calls.call(FAMILY, a)

@@ -30,7 +30,6 @@ def run(a: Arguments) -> Any:
     # operator_of is nothing that Dynamo can trace.
     place = 2 * a.is_modulated + (a.residual is not None)
     operator = FORWARD[place]
-    arguments.check_tensor("input", a.input)
     arguments.check_types(operator, a)
     choice = "KERNEL" if a.is_modulated else _choice_for(a)
     if choice == "PYTORCH" and _has_own_norm(a):

@@ -61,7 +61,7 @@ class Family:
         # What arguments.check_types asks about.
         types = [str(a.type) for a in self.plain._schema.arguments]
         of_types = [*zip(self.fields, types, strict=True)]
-        self.tensors = tuple(name for name, kind in of_types if "Tensor" in kind)
+        self.tensors = tuple((n, kind != "Tensor") for n, kind in of_types if "Tensor" in kind)
         self.numbers = tuple(name for name, kind in of_types if kind == "float")
 
     def statistics(self, a: Any) -> Any:
