@@ -2,9 +2,7 @@
 """What serves a call: an operator, or on the CPU PyTorch's own operators.
 
 A call is described once, by `Arguments`, and `run` hands the description on. Before that stands
-`plain`, for a norm with nothing fused to it: every step costs host time there. On the CPU a plain
-call goes to PyTorch's layer_norm or rms_norm, and a modulated call whose tensors all have one dtype
-to PyTorch's operators.
+`plain`, for a norm with nothing fused to it: every step costs host time there.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from torch.nn import Parameter
 
 from . import stock
 from .compile import choice
-from .ops import arguments, autograd_library, formulas, groups
-from .ops.autocast import under_autocast
+from .ops import arguments, autograd_library, formulas
+from .ops.autograd import under_autocast
 from .ops.family import Family
-from .ops.operators import FORWARD, Arguments, describe
+from .ops.operators import FORWARD, Arguments, GroupArguments, describe
 
 is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -105,7 +103,7 @@ def _check_plain(given: Any) -> None:
     """Says what is wrong with a call of `plain`."""
     is_rms, input, over, weight, bias, eps, is_group = given
     if is_group:
-        a = groups.GroupArguments(input, over, None, None, weight, bias, eps)
+        a = GroupArguments(input, over, None, None, weight, bias, eps)
         return arguments.check_group_norm(a)
     a = describe(input, weight=weight, bias=bias, statistic="rms" if is_rms else "layer")
     a.eps = arguments.rms_eps(eps, input) if is_rms else eps
@@ -170,13 +168,19 @@ def _may_fuse_gate(a: Arguments) -> bool:
     return is_bare and a.output_scale == 1.0 and not a.round_before_weight
 
 
-def _with_sum_apart(a: Arguments) -> tuple[Tensor, Tensor]:
-    """A gated sum by PyTorch's operators, then the norm of it."""
+def as_autocast_makes(a: Arguments) -> Arguments:
+    """A call that PyTorch's operators serve in part, as autocast makes it; raises if it is bad."""
     arguments.check_tensor("input", a.input)
     device = a.input.device.type
     if choice.has_autocast(device) and torch.is_autocast_enabled(device):
         a = under_autocast(a)
     arguments.check(a)
+    return a
+
+
+def _with_sum_apart(a: Arguments) -> tuple[Tensor, Tensor]:
+    """A gated sum by PyTorch's operators, then the norm of it."""
+    a = as_autocast_makes(a)
     residual: Any = a.residual
     residual_out = formulas.add(a.input, residual, a.gate)
     if a.rounds_xhat and a.input.dtype != residual.dtype:

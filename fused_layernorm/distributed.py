@@ -28,8 +28,9 @@ import torch
 from torch._ops import OpOverload
 
 from .integrations.after_import import after_import
-from .ops import formulas, gated, groups, heads, load, packed
+from .ops import formulas, heads, load, packed
 from .ops.family import FAMILIES, GRADIENTS
+from .ops.operators import GROUP_NORM, RMS_NORM_GATED
 
 # Arguments that have a row, or a number, for each row; the last four are of heads.
 _ROWS = ("input", "residual", "dy", "x", "mean", "rstd", "dresidual", "dresidual_out",
@@ -106,7 +107,7 @@ def register_sharding_rules() -> None:
         return rules
 
     group_norms, gated_norms = (
-        (family.plain, family.forward, family.backward) for family in (groups.FAMILY, gated.FAMILY)
+        (family.plain, family.forward, family.backward) for family in (GROUP_NORM, RMS_NORM_GATED)
     )
     for operator in (*(one for of in FAMILIES for one in of.each(of.formula)), *GRADIENTS):
         if operator not in (packed.FAMILY.plain, packed.FAMILY.backward):

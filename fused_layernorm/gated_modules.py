@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import rms_norm
-from .gated import rms_norm_gated
+from .functional import rms_norm, rms_norm_gated
 from .modules import FusedRMSNorm
 from .ops import arguments
 

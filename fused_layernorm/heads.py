@@ -105,12 +105,8 @@ def qk_norm_rope(
         without gaps. Autocast changes nothing.
 
     The kernels take heads of an even size up to 256, and give cos and sin no gradient. PyTorch's
-    operators compute all other calls, and those in which cos or sin asks for a gradient.
-
-    Raises:
-        TypeError, ValueError, IndexError, RuntimeError: the message says in one sentence what was
-            expected and what was given. A dtype or layout that is not supported raises
-            NotImplementedError, a RuntimeError.
+    operators compute all other calls, and those in which cos or sin asks for a gradient. The errors
+    are those of :func:`layer_norm`, and an IndexError for a seq_dim that is not there.
     """
     arguments.check_tensor("q", q)
     arguments.check_tensor("k", k)

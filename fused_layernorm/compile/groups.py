@@ -18,8 +18,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
-from ..ops.groups import GroupArguments, group_norm
-from ..ops.operators import Arguments
+from ..ops.operators import GROUP_NORM, Arguments, GroupArguments
 from . import patterns, sites
 from .patterns import Viewed
 from .reading import Call, is_tensor, read, reads, value_of
@@ -53,7 +52,7 @@ def _instance_norm(
     return Call("group_norm", (input, value_of(input).shape[1], weight, bias, eps))
 
 
-@reads(group_norm)
+@reads(GROUP_NORM.plain)
 def _fused_group_norm(*args: Any, **kwargs: Any) -> Call | None:
     """This package's operator, which a swapped module calls."""
     a = GroupArguments(*args, **kwargs)
@@ -85,7 +84,7 @@ class GroupSite(Site):
         yield from [self] if grown.y is self.y else [grown, self]
 
     def overload(self, a: Arguments) -> OpOverload:
-        return group_norm
+        return GROUP_NORM.plain
 
     def lay_out(self, a: Arguments) -> tuple[Any, ...]:
         last = (a.eps, a.activation, a.output_scale, a.out_dtype)

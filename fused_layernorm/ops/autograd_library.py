@@ -70,9 +70,7 @@ def load() -> bool:
         return False
     try:
         torch.ops.load_library(path)
-    except (
-        OSError
-    ) as error:  # the loader found a symbol missing, before any code of the library ran
+    except OSError as error:  # a symbol is missing, and no code of the library has run
         reason = f"{path.name} does not load: {error}"
         warnings.warn(f"fused_layernorm takes Python's autograd: {reason}", stacklevel=2)
         return False

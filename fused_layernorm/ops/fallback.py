@@ -42,10 +42,8 @@ def implement(operator: OpOverload, implementation: Callable[..., Any]) -> OpOve
     return defined
 
 
-def _error() -> str:
-    """The message of this thread's last error in a formula."""
-    return getattr(_last, "error", "")
-
-
+# The message of this thread's last error in a formula.
 load.library.define("_formula_error() -> str")
-load.library.impl("_formula_error", _error, "CompositeExplicitAutograd")
+load.library.impl(
+    "_formula_error", lambda: getattr(_last, "error", ""), "CompositeExplicitAutograd"
+)

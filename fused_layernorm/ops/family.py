@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from . import arguments, autocast, autograd, fallback, formulas, load
-from .formulas import acc_dtype, complete, like, results
+from . import arguments, autograd, fallback, formulas, load
+from .autograd import complete, results
+from .formulas import acc_dtype, like
 from .vmap import vmap_of
 
 Outputs = tuple[Tensor, ...]
@@ -28,12 +29,11 @@ _is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: 
 class Family:
     """Forward operators, and what is known of them.
 
-    Arguments come in the order of the schemas. y comes first of the outputs, mean and rstd last;
-    between them an operator that takes a residual has the sum, which is what it normalizes.
+    y comes first of the outputs, mean and rstd last; between them an operator that takes a residual
+    has the sum, which is what it normalizes.
     """
 
     folds = False  # whether a batch of vmap belongs to the first dimension, or precedes it
-    keeps_order = False  # whether y and dx have it, whatever a call says
     node: Any  # the autograd function of the forward operators
 
     def __init__(
@@ -58,11 +58,11 @@ class Family:
         forward = getattr(load.operators, f"{name}_forward", None)
         self.forward: OpOverload | None = forward and forward.default
         self.Call, self.fields = formulas.call_of(self.plain), formulas.fields_of(self.plain)
-        # What arguments.check_types asks about.
-        types = [str(a.type) for a in self.plain._schema.arguments]
-        of_types = [*zip(self.fields, types, strict=True)]
-        self.tensors = tuple((n, kind != "Tensor") for n, kind in of_types if "Tensor" in kind)
-        self.numbers = tuple(name for name, kind in of_types if kind == "float")
+        # What arguments.check_types asks about: the tensors, and whether each is optional.
+        schema = zip(self.fields, self.plain._schema.arguments, strict=True)
+        types = {name: str(argument.type) for name, argument in schema}
+        self.tensors = tuple((n, kind != "Tensor") for n, kind in types.items() if "Tensor" in kind)
+        self.numbers = tuple(n for n, kind in types.items() if kind == "float")
 
     def statistics(self, a: Any) -> Any:
         """The shape of the statistics of a call."""
@@ -70,7 +70,7 @@ class Family:
         return (*a.input.shape[: a.input.dim() - ndim], *[1] * ndim)
 
     def call(self, a: Any) -> Any:
-        """Calls NAME. `_op` skips OpOverload.__call__, which costs half a microsecond."""
+        """Calls NAME, without OpOverload.__call__, which costs half a microsecond."""
         return self.plain._op(*a)
 
     def without_statistics(self, found: Outputs) -> Any:
@@ -107,14 +107,21 @@ class Family:
         return self.empty(a)
 
     def computed(self, a: Any) -> Outputs:
-        """What the formula gives of a call that was checked, not to be differentiated twice."""
-        return formulas.computed(self.formula, a, self.keeps_order or a.keeps_order)
+        """What the formula gives of a call that was checked, not to be differentiated a second
+        time: y contiguous, or in the strides of torch.empty_like(input)."""
+        y, *others = self.formula(a, once=True)
+        if not a.keeps_order:
+            y = y.contiguous()
+        else:
+            ordered = torch.empty_like(a.input, dtype=y.dtype)
+            y = y if y.stride() == ordered.stride() else ordered.copy_(y)
+        return y, *others
 
     def empty(self, a: Any) -> Outputs:
         """The results of a call without data."""
         x, of_rows, acc = a.input, self.statistics(a), acc_dtype(a.x_dtype)
         return (
-            like(x, a.y_dtype, self.keeps_order or a.keeps_order),
+            like(x, a.y_dtype, a.keeps_order),
             *([] if a.residual is None else [x.new_empty(x.shape, dtype=a.residual.dtype)]),
             x.new_empty((0,) if a.is_rms else of_rows, dtype=acc),
             x.new_empty(of_rows, dtype=acc),
@@ -122,8 +129,7 @@ class Family:
 
     def order_of(self, b: Any, name: str) -> Tensor | None:
         """The gradient of a tensor of a backward call without data, or None if it is contiguous."""
-        in_order = name == "x" and (self.keeps_order or b.keeps_order)
-        return like(b.x, b.x.dtype, True) if in_order else None
+        return like(b.x, b.x.dtype, True) if name == "x" and b.keeps_order else None
 
     def in_onnx(self, a: Any, is_tracing: bool) -> Any:
         """A call that was checked in the operators that torch.onnx.export translates, with its
@@ -393,7 +399,7 @@ def register() -> None:
     for family in FAMILIES:
         for operator in family.each(family.formula) if family.forward else ():
             if not _is_in_library(operator, "AutocastCUDA"):
-                autocast.register(operator, family.Call)
+                autograd.register_autocast(operator, family.Call)
 
 
 def _is_in_library(operator: OpOverload, key: str) -> bool:

@@ -12,6 +12,7 @@ wrong. Where nothing is differentiated twice it serves.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections import namedtuple
 from typing import Any
@@ -162,24 +163,19 @@ def to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
+_ACTIVATIONS: dict[str, Any] = {
+    "gelu": _aten.gelu,
+    "gelu_tanh": functools.partial(_aten.gelu, approximate="tanh"),
+    "silu": _aten.silu,
+    "relu": _aten.relu,
+    "leaky_relu": _aten.leaky_relu,
+    "sigmoid": _aten.sigmoid,  # of a gate
+}
+
+
 def activate(z: Tensor, activation: str | None) -> Tensor:
     """activation(z)."""
-    match activation:
-        case None:
-            return z
-        case "gelu":
-            return _aten.gelu(z)
-        case "gelu_tanh":
-            return _aten.gelu(z, approximate="tanh")
-        case "silu":
-            return _aten.silu(z)
-        case "relu":
-            return _aten.relu(z)
-        case "leaky_relu":
-            return _aten.leaky_relu(z)
-        case "sigmoid":  # of a gate
-            return _aten.sigmoid(z)
-    raise ValueError(activation)
+    return z if activation is None else _ACTIVATIONS[activation](z)
 
 
 def shifted(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor | None:
@@ -234,18 +230,6 @@ def like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
         return torch.empty_like(x, dtype=dtype)
     # A fake torch.empty_like loses the strides of dimensions of size 1, which the real one keeps.
     return x.new_empty_strided(x.shape, compute_elementwise_output_strides(x), dtype=dtype)
-
-
-def computed(formula: Any, a: Any, keeps_order: bool) -> tuple[Tensor, ...]:
-    """What a formula gives of a call that was checked, not to be differentiated a second time: y
-    contiguous, or with keeps_order in the strides of torch.empty_like(input)."""
-    y, *others = formula(a, once=True)
-    if not keeps_order:
-        y = y.contiguous()
-    else:
-        ordered = torch.empty_like(a.input, dtype=y.dtype)
-        y = y if y.stride() == ordered.stride() else ordered.copy_(y)
-    return y, *others
 
 
 class _Xhat(torch.autograd.Function):
@@ -334,48 +318,73 @@ def rows(a: Any, once: bool = False) -> tuple[Tensor, ...]:
     return y, residual_out, *statistics
 
 
+def _of_channels(parameter: Tensor | None, x: Tensor) -> Tensor | None:
+    """A parameter of channels, or of channels of samples, that broadcasts to x, in its dtype."""
+    if parameter is None:
+        return None
+    shape = parameter.shape[:2] if parameter.dim() > 1 else (1, *parameter.shape)
+    return parameter.to(x.dtype).reshape(*shape, *[1] * (x.dim() - 2))
+
+
+def group_epilogue(a: Any, z: Tensor) -> Tensor:
+    """The modulation of z and what follows it, in y's dtype."""
+    return epilogue(a, z, *(_of_channels(each, z) for each in (a.shift, a.scale)))
+
+
+def _of_groups(a: Any, input: Tensor, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    groups = a.num_groups
+    x = input.to(acc_dtype(input.dtype)).unflatten(1, (groups, input.shape[1] // groups))
+    mean, xhat, rstd = normalized(a, x, x.dim() - 2, once)
+    xhat = xhat.flatten(1, 2)
+    weight, bias = (_of_channels(each, xhat) for each in (a.weight, a.bias))
+    y = group_epilogue(a, affine(xhat, weight, bias))
+    return (y, mean, rstd) if once else (y, mean.flatten(1), rstd.flatten(1))
+
+
+def groups(a: Any, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """What group_norm_forward gives, or what its backward operator differentiates."""
+    if is_backward(a):
+        return _of_groups(a, a.x, once)
+    input, groups = a.input, a.num_groups
+    if not once:
+        return _of_groups(a, input)
+    if input.numel() == 0:
+        mean = input.new_zeros(input.shape[0], groups, dtype=acc_dtype(input.dtype))
+        y = torch.empty_like(input, dtype=a.y_dtype)
+        return y, mean, torch.full_like(mean, torch.nan)  # as PyTorch has it
+    if not (input.is_cpu and input.is_contiguous()) or input.numel() <= 2 * len(input) * groups:
+        return _of_groups(a, input)
+    # PyTorch's own. In other orders of memory it takes E[x^2] - E[x]^2 for the variance, and
+    # x rstd - mean rstd for xhat, which loses digits where x is the mean.
+    acc = acc_dtype(input.dtype)
+    sizes = (*input.shape[:2], math.prod(input.shape[2:]))
+    # The native operator reads parameters as if they were contiguous.
+    weight, bias = (p if p is None else p.to(acc).contiguous() for p in (a.weight, a.bias))
+    z, mean, rstd = _aten.native_group_norm(input.to(acc), weight, bias, *sizes, groups, a.eps)
+    return group_epilogue(a, z), mean, rstd
+
+
+def gated(a: Any, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """What rms_norm_gated_forward gives, or what its backward operator differentiates."""
+    input = a.x if is_backward(a) else a.input
+    dtype, weight, acc = input.dtype, a.weight, acc_dtype(input.dtype)
+    x, factor = input.to(acc), activate(a.gate.to(acc), a.gate_activation)
+    u, size = x * factor if a.gate_first else x, a.group_size or x.shape[-1]
+    u = u.reshape(*u.shape[:-1], u.shape[-1] // size if size else 1, size)
+    mean, xhat, rstd = normalized(a, u, 1, once)
+    z = xhat.flatten(-2)
+    if a.rounds_xhat:
+        z = z.to(dtype).to(acc)
+    z = affine(z, shifted(weight, a.weight_offset, acc), to(a.bias, acc))
+    if a.rounds_xhat:
+        z = z.to(torch.promote_types(dtype, weight.dtype)).to(acc)
+    y = z if a.gate_first else z * factor
+    return epilogue(a, y, None, None), mean, rstd.squeeze(-1)
+
+
 def norm_of(a: Any, x: Tensor) -> Tensor:
     """PyTorch's own norm of x, with what a call over rows has of it."""
     shape = x.shape[x.dim() - a.normalized_ndim :]
     if a.is_rms:
         return torch.rms_norm(x, shape, a.weight, a.eps)
     return torch.layer_norm(x, shape, a.weight, a.bias, a.eps)
-
-
-def complete(b: Any) -> Any:
-    """A backward call with a stand-in for each tensor whose gradient is asked for, though forward,
-    which does not need the values, has not kept it: parameters of norms over rows, and qkv of a
-    rotation alone."""
-    if "qkv" in b._fields and b.qkv is None:
-        some: Tensor = next(dy for dy in b.grads if dy is not None)
-        return b._replace(qkv=some.new_empty_strided(b.size, b.stride).zero_())
-    if "normalized_ndim" not in b._fields:
-        return b
-    shape = b.x.shape[b.x.dim() - b.normalized_ndim :]
-    dtype = missing_dtype(b)
-    if b.weight is None and b.needs_dweight:
-        b = b._replace(weight=b.x.new_ones(shape, dtype=dtype))
-    if b.bias is None and b.needs_dbias:
-        b = b._replace(bias=b.x.new_zeros(shape, dtype=dtype))
-    return b
-
-
-def missing_dtype(b: Any) -> torch.dtype:
-    """The dtype of the gradient of a weight or bias that is not there."""
-    given = [p.dtype for p in (b.weight, b.bias) if p is not None]
-    return given[0] if given and "normalized_ndim" in b._fields else b.x.dtype
-
-
-def results(b: Any, found: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """What a backward operator gives: the gradients that are needed, and else empty tensors."""
-    x = b.x if "x" in b._fields else next(dy for dy in b.grads if dy is not None)
-
-    def dtype_of(name: str) -> torch.dtype:
-        tensor = getattr(b, name)
-        missing = missing_dtype(b) if name in ("weight", "bias") else x.dtype
-        return missing if tensor is None else tensor.dtype
-
-    return tuple(
-        found[name].to(dtype_of(name)) if name in found else x.new_empty(0, dtype=dtype_of(name))
-        for name in b.differentiated
-    )

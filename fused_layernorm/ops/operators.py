@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of norms over rows, and the one description of a call that all of them serve.
+"""The operators of norms: of rows, of groups of channels, and gated.
 
-Every operator computes LayerNorm, or RMSNorm with statistic="rms". ada_layer_norm adds a modulation
-to layer_norm, and the `add_` operator of each a residual (beside a modulation also a gate).
+Those of rows, whose calls one description serves, compute LayerNorm, or RMSNorm with
+statistic="rms". ada_layer_norm adds a modulation to layer_norm, and the `add_` operator of each a
+residual (beside a modulation also a gate).
 """
 
 from __future__ import annotations
@@ -11,10 +12,19 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from . import arguments, autograd, formulas, load
-from .family import AUTOGRAD, GRADIENTS, Family, gradients, implement_backward, implement_forward
+from .family import (
+    AUTOGRAD,
+    GRADIENTS,
+    Family,
+    gradients,
+    implement,
+    implement_backward,
+    implement_forward,
+)
 
 TENSORS = ("input", "residual", "gate", "shift", "scale", "weight", "bias")
 
@@ -121,6 +131,41 @@ LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM = FORWARD = tuple
 )
 
 
+class Groups(Family):
+    """Groups of channels, whose results lie as input does."""
+
+    folds = True
+
+    def statistics(self, a: Any) -> Any:
+        return a.input.shape[0], a.num_groups
+
+    def in_onnx(self, a: Any, is_tracing: bool) -> Tensor:
+        dtypes = {t.dtype for t in (a.input, *a[2:6]) if t is not None}
+        is_one = a.is_plain and len(dtypes) == 1
+        acc = a.input.dtype if is_one else formulas.acc_dtype(a.input.dtype)
+        x, weight, bias = (formulas.to(t, acc) for t in (a.input, a.weight, a.bias))
+        return formulas.group_epilogue(a, torch.group_norm(x, a.num_groups, weight, bias, a.eps))
+
+
+class Gated(Family):
+    """RMSNorm with a gate. A group_size of 0 is all columns."""
+
+    def statistics(self, a: Any) -> Any:
+        columns = a.input.shape[-1]
+        return (*a.input.shape[:-1], columns // a.group_size if a.group_size else 1)
+
+
+_OF_GROUPS = load.operators.group_norm_backward.default
+_OF_GATED = load.operators.rms_norm_gated_backward.default
+GROUP_NORM = Groups("group_norm", arguments.check_group_norm, formulas.groups, _OF_GROUPS)
+RMS_NORM_GATED = Gated("rms_norm_gated", arguments.check, formulas.gated, _OF_GATED)
+GroupArguments, GatedArguments = GROUP_NORM.Call, RMS_NORM_GATED.Call
+for _call in (GroupArguments, formulas.call_of(_OF_GROUPS)):
+    _call.keeps_order = True
+for _call in (GatedArguments, formulas.call_of(_OF_GATED)):
+    _call.statistic, _call.normalized_ndim = "rms", 1
+
+
 def operator_of(a: Arguments) -> Family:
     """The operator for a call."""
     return FORWARD[2 * a.is_modulated + (a.residual is not None)]
@@ -169,3 +214,5 @@ for _operator in (_PLAIN, _MODULATED):
 implement_backward(_GATE, gradients(_GATE, _of_gate), ADD_ADA_LAYER_NORM)
 implement_backward(_GATED, _in_turn(GRADIENTS[_MODULATED], GRADIENTS[_GATE]), ADD_ADA_LAYER_NORM)
 AUTOGRAD[_GATED] = _autograd
+for _family in (GROUP_NORM, RMS_NORM_GATED):
+    implement(_family)

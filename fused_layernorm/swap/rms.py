@@ -18,11 +18,9 @@ from torch import Tensor
 
 from .. import calls
 from ..compile import choice
-from ..functional import rms_norm
-from ..gated import run as gated_norm
-from ..ops.arguments import DTYPES
-from ..ops.gated import ACTIVATIONS, GatedArguments
-from ..ops.operators import describe
+from ..functional import norm_gated, rms_norm
+from ..ops.arguments import DTYPES, GATES
+from ..ops.operators import GatedArguments, describe
 from ..stock import dtypes_are_supported, has_kernels
 from .classes import Forward, forward_of
 from .forwards import parameter
@@ -243,7 +241,7 @@ def gated(variant: Variant, dtypes: Dtypes, groups: Callable[..., Groups | None]
         if gate is None and of.is_optional:
             return normalized(x, weight, eps, variant, dtypes, size=of.size)
         out_dtype, order = _out_dtype(x, weight, eps, dtypes, of.size), None
-        if out_dtype is None or of.activation not in ACTIVATIONS:
+        if out_dtype is None or of.activation not in GATES:
             return None
         if not isinstance(gate, Tensor) or gate.shape != x.shape or gate.device != x.device:
             return None
@@ -258,7 +256,7 @@ def gated(variant: Variant, dtypes: Dtypes, groups: Callable[..., Groups | None]
             return None
         options: Any = (of.gate_first, of.activation, of.size or None, out_dtype)
         a = GatedArguments(x, gate, weight, None, eps, *options, *variant)
-        return _permuted_back(gated_norm(a), order)
+        return _permuted_back(norm_gated(a), order)
 
     return forward
 
