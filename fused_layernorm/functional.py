@@ -133,7 +133,7 @@ def rms_norm(
         round_before_weight=round_before_weight,
     )  # fmt: skip
     if group_size is not None:
-        return _norm_in_groups(a, group_size, normalized_shape, dim)
+        return norm_in_groups(a, group_size, normalized_shape, dim)
     return norm(a, normalized_shape, dim=dim)
 
 
@@ -358,7 +358,7 @@ def norm_gated(a: GatedArguments) -> Tensor:
     return found
 
 
-def _norm_in_groups(a: Arguments, group_size: Any, normalized_shape: Any, dim: Any) -> Tensor:
+def norm_in_groups(a: Arguments, group_size: Any, normalized_shape: Any, dim: Any) -> Tensor:
     """An RMSNorm that is described, over groups of columns: these are the rows of a norm, whose
     result PyTorch multiplies by a weight of all columns."""
     arguments.check_tensor("input", a.input)

@@ -110,12 +110,13 @@ def ada_group_norm(
 
 def _run(input: Tensor, num_groups: Any, *others: Any) -> Tensor:
     arguments.check_tensor("input", input)
-    a = GroupArguments(input, arguments.check_num_groups(num_groups), *others)
-    if has_one_value(input, a.num_groups):
+    num_groups = arguments.check_count("num_groups", num_groups, RuntimeError)
+    a = GroupArguments(input, num_groups, *others)
+    if has_one_value(input, num_groups):
         arguments.check_group_norm(a)
         raise ValueError(
             f"expected more than one value in a group, got input of shape {[*input.shape]} and "
-            f"num_groups {a.num_groups}"
+            f"num_groups {num_groups}"
         )
     found: Tensor = calls.call(GROUP_NORM, a)
     return found

@@ -272,20 +272,18 @@ def check_statistic(statistic: Any, weight_offset: Any, weight: Tensor | None) -
         raise ValueError(f"expected a weight beside weight_offset {weight_offset}, got none")
 
 
-def check_num_groups(num_groups: Any) -> int:
-    groups = check_int("num_groups", num_groups)
-    if groups < 1:
-        raise RuntimeError(f"expected num_groups of at least 1, got {groups}")
-    return groups
+def check_count(name: str, value: Any, error: type[Exception] = ValueError) -> int:
+    count = check_int(name, value)
+    if count < 1:
+        raise error(f"expected {name} of at least 1, got {count}")
+    return count
 
 
 def check_group_size(group_size: Any, columns: Any) -> int:
     """The group size as an int; raises if columns are not so many groups. 0 is all of them."""
     if group_size is None:
         return 0
-    size = check_int("group_size", group_size)
-    if size < 1:
-        raise ValueError(f"expected group_size of at least 1, got {size}")
+    size = check_count("group_size", group_size)
     if columns is not None and columns % size != 0:
         raise ValueError(f"expected group_size that divides the {columns} columns, got {size}")
     return size
@@ -295,7 +293,7 @@ def check_group_norm(a: Any) -> None:
     """Raises, with one sentence, if the operators of group_norm cannot take a call."""
     input = a.input
     check_tensor("input", input)
-    check_num_groups(a.num_groups)
+    check_count("num_groups", a.num_groups, RuntimeError)
     if input.dim() < 2:
         raise shape_error("input", "of at least two dimensions, (samples, channels, ...)", input)
     channels = input.shape[1]

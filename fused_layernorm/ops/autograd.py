@@ -55,9 +55,8 @@ def in_forward_mode() -> bool:
 def apply(function: Any, *args: Any) -> Any:
     """function.apply of a Function, also while torch.func's transforms are active.
 
-    torch.autograd.Function handles the transforms by itself, its base class does not. The
-    dispatcher has handled them before it calls the implementations below, as it does for PyTorch's
-    own operators, so the function sees the tensors of one level.
+    The dispatcher has handled them before it calls the implementations below, as it does for
+    PyTorch's own operators, so the function sees the tensors of one level.
     """
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -69,11 +68,9 @@ def apply(function: Any, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def lower_levels() -> Iterator[None]:
-    """The context in which an autograd function's forward calls an operator.
-
-    PyTorch switches differentiation off in an autograd function's forward, also for the lower
-    levels of torch.func's transforms, which may need a graph. This context switches it on again.
-    """
+    """The context in which an autograd function's forward calls an operator: PyTorch switches
+    differentiation off there, also for the lower levels of torch.func's transforms, which may need
+    a graph."""
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), _below_autograd():
         yield
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from . import arguments, autograd, fallback, formulas, load
+from . import arguments, autograd, formulas, load
 from .autograd import complete, results
 from .formulas import acc_dtype, like
 from .vmap import vmap_of
@@ -45,12 +45,9 @@ class Family:
         gated_backward: OpOverload | None = None,
     ) -> None:
         """
-        Args:
-            formula: what NAME_forward (else NAME) gives of a call, and what is differentiated of a
-                call of the backward operator: that of which it has gradients, in their order. With
-                once=True it is not to be differentiated twice.
-            backward: of a call without a gate to be summed.
-            gated_backward: of a call with one.
+        formula: what NAME_forward (else NAME) gives of a call, and what is differentiated of a call
+        of the backward operator: that of which it has gradients, in their order; with once=True it
+        is not to be differentiated twice. gated_backward: of a call with a gate to be summed.
         """
         self.name, self.check, self.formula = name, check, formula
         self.backward, self.gated_backward = backward, gated_backward
@@ -305,15 +302,11 @@ class Forward(autograd.Function):
 
 
 def _unread(family: Family, a: Any, needs: Any) -> list[str]:
-    """The tensors whose values backward does not read.
-
-    They are not saved, as PyTorch's functions do not save them: autograd refuses parameters that
-    were made in inference mode.
-    """
-    activates = getattr(a, "activation", None) is not None
-    reads_z = activates or hasattr(a, "gate_activation") or getattr(needs, "scale", False)
-    reads_weight = reads_z or needs.input or getattr(needs, "residual", False)
-    reads_weight = reads_weight or getattr(needs, "gate", False)
+    """The tensors whose values backward does not read. They are not saved, as PyTorch's functions
+    do not: autograd refuses parameters that were made in inference mode."""
+    activates = a.activation is not None
+    reads_z = activates or "gate_activation" in a._fields or needs.scale
+    reads_weight = reads_z or needs.input or needs.residual or needs.gate
     unread = [] if reads_weight else ["weight"]
     # Backward operators of rows alone give a gradient to what is missing (formulas.complete).
     if not reads_z and a.weight is not None and "normalized_ndim" in a._fields:
@@ -356,9 +349,9 @@ def implement_backward(
     operator: OpOverload, by_formula: Callable[..., Outputs], of: Family
 ) -> None:
     """Registers a backward operator for every device, without data, and for vmap, which calls its
-    formula for CUDA (fallback.py); and that formula."""
+    formula for CUDA (load.py); and that formula."""
     GRADIENTS[operator] = by_formula
-    formula = fallback.implement(operator, without_kernel(operator, of))
+    formula = load.implement(operator, without_kernel(operator, of))
     for one in (operator, formula):
         torch.library.register_fake(one, fake_backward(operator, of))
         torch.library.register_vmap(one, of.vmap(operator, formula, always=one is formula))
@@ -371,7 +364,7 @@ def implement_forward(family: Family) -> None:
     FAMILIES.append(family)
     fakes, by_formula = family.each(family.fake), family.each(family.by_formula)
     for operator, implementation in family.each(family.composite).items():
-        fallback.implement(operator, implementation)
+        load.implement(operator, implementation)
         torch.library.register_fake(operator, fakes[operator])
         torch.library.register_vmap(operator, family.vmap(operator, by_formula[operator]))
 
@@ -384,11 +377,9 @@ def implement(family: Family) -> None:
 
 
 def register() -> None:
-    """Autograd and autocast: of the operators, or of what csrc/per_torch's autograd calls.
-
-    Where that has an operator, it calls one named _differentiable_... for a derivative of a
-    backward operator, and in forward mode.
-    """
+    """Autograd and autocast: of the operators, or where csrc/per_torch has one's autograd, of the
+    operator _differentiable_... that it calls for a derivative of a backward operator, and in
+    forward mode."""
     implementations = {one: autograd_of(of, one) for of in FAMILIES for one in of.each(of.formula)}
     implementations |= {one: autograd.backward_autograd(one, GRADIENTS[one]) for one in GRADIENTS}
     for operator, implementation in (implementations | AUTOGRAD).items():
