@@ -87,37 +87,34 @@ Misfit = Callable[[str, Tensor], str | None]  # the shape that is expected, of o
 
 
 def check_parameter(
-    name: str, tensor: Any, beside: dict[str, Tensor], misfit: Misfit, *others: torch.dtype
-) -> None:
-    """Raises if a tensor is not dense, on the device of those beside it, by their names, of the
-    right shape, and of a dtype that goes with theirs: one of them, float32 beside half precision,
-    or one of others."""
+    name: str, tensor: Any, beside: str, x: Tensor, misfit: Misfit,
+    residual: Tensor | None = None, others: Sequence[torch.dtype] = (),
+) -> None:  # fmt: skip
+    """Raises if a tensor is not dense, on the device of x, whose name is `beside`, of the right
+    shape, and of a dtype that goes with x's (and residual's): one of them, float32 beside half
+    precision, or one of others."""
     check_tensor(name, tensor)
-    first = next(iter(beside))
-    check_device(name, tensor, first, beside[first])
+    check_device(name, tensor, beside, x)
     if (expected := misfit(name, tensor)) is not None:
         raise shape_error(name, expected, tensor)
-    dtypes = [x.dtype for x in beside.values()]
-    if tensor.dtype in dtypes:
+    if tensor.dtype is x.dtype:
         return
+    dtypes = [x.dtype] if residual is None else [x.dtype, residual.dtype]
     with_half = [torch.float32] if any(dtype in HALF for dtype in dtypes) else []
     allowed = [*dict.fromkeys((*dtypes, *with_half, *others))]
     if tensor.dtype not in allowed:
+        given = beside if residual is None else f"{beside} and residual"
         raise RuntimeError(
-            f"expected {name} of dtype {_either(allowed)} beside {' and '.join(beside)} of "
+            f"expected {name} of dtype {_either(allowed)} beside {given} of "
             f"{' and '.join(map(name_of, dtypes))}, got {name_of(tensor.dtype)}"
         )
 
 
 def check_parameters(call: Any, names: Iterable[str], misfit: Misfit) -> None:
     """`check_parameter` of those of a call beside input (and residual), and their eps."""
-    beside = {"input": call.input}
-    if call.residual is not None:
-        beside["residual"] = call.residual
     for name in names:
-        parameter = getattr(call, name)
-        if parameter is not None:
-            check_parameter(name, parameter, beside, misfit)
+        if (parameter := getattr(call, name)) is not None:
+            check_parameter(name, parameter, "input", call.input, misfit, call.residual)
     weight, bias = call.weight, call.bias
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise RuntimeError(

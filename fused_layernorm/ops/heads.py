@@ -270,7 +270,7 @@ def check(a: Any) -> None:
                 continue
             if a.statistic is None:
                 raise ValueError(f"expected no {what} beside statistic None, got one")
-            arguments.check_parameter(what, parameter, {q: a.q}, misfit)
+            arguments.check_parameter(what, parameter, q, a.q, misfit)
         if a.weight_offset != 0 and a.statistic is not None and weight is None:
             raise ValueError(
                 f"expected a {prefix}weight beside weight_offset {a.weight_offset}, got none"
@@ -316,7 +316,7 @@ def _check_angles(a: Any, q: str) -> None:
         )
 
     for name, angles in (("cos", cos), ("sin", sin)):
-        arguments.check_parameter(name, angles, {q: a.q}, misfit, torch.float32)
+        arguments.check_parameter(name, angles, q, a.q, misfit, others=[torch.float32])
     if cos.shape[-1] != sin.shape[-1] or cos.dtype != sin.dtype:
         raise RuntimeError(
             "expected cos and sin of one dtype and one last size, got "
