@@ -143,7 +143,7 @@ class Groups(Family):
         dtypes = {t.dtype for t in (a.input, *a[2:6]) if t is not None}
         is_one = a.is_plain and len(dtypes) == 1
         acc = a.input.dtype if is_one else formulas.acc_dtype(a.input.dtype)
-        x, weight, bias = (formulas.to(t, acc) for t in (a.input, a.weight, a.bias))
+        x, weight, bias = a.input.to(acc), formulas.to(a.weight, acc), formulas.to(a.bias, acc)
         return formulas.group_epilogue(a, torch.group_norm(x, a.num_groups, weight, bias, a.eps))
 
 
@@ -214,5 +214,5 @@ for _operator in (_PLAIN, _MODULATED):
 implement_backward(_GATE, gradients(_GATE, _of_gate), ADD_ADA_LAYER_NORM)
 implement_backward(_GATED, _in_turn(GRADIENTS[_MODULATED], GRADIENTS[_GATE]), ADD_ADA_LAYER_NORM)
 AUTOGRAD[_GATED] = _autograd
-for _family in (GROUP_NORM, RMS_NORM_GATED):
-    implement(_family)
+implement(GROUP_NORM)
+implement(RMS_NORM_GATED)
