@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 
 from . import arguments, autograd, formulas, load
 from .autograd import complete, results
@@ -37,13 +38,9 @@ class Family:
     node: Any  # the autograd function of the forward operators
 
     def __init__(
-        self,
-        name: str,
-        check: Callable[[Any], None],
-        formula: Callable[..., Outputs],
-        backward: OpOverload,
-        gated_backward: OpOverload | None = None,
-    ) -> None:
+        self, name: str, check: Callable[[Any], None], formula: Callable[..., Outputs],
+        backward: OpOverload, gated_backward: OpOverload | None = None,
+    ) -> None:  # fmt: skip
         """
         formula: what NAME_forward (else NAME) gives of a call, and what is differentiated of a call
         of the backward operator: that of which it has gradients, in their order; with once=True it
@@ -116,7 +113,8 @@ class Family:
 
     def empty(self, a: Any) -> Outputs:
         """The results of a call without data."""
-        x, of_rows, acc = a.input, self.statistics(a), acc_dtype(a.x_dtype)
+        x, of_rows = a.input, self.statistics(a)
+        acc = acc_dtype((x if a.residual is None else a.residual).dtype)
         return (
             like(x, a.y_dtype, a.keeps_order),
             *([] if a.residual is None else [x.new_empty(x.shape, dtype=a.residual.dtype)]),
@@ -166,7 +164,10 @@ def gradients(operator: OpOverload, formula: Callable[..., Outputs]) -> Callable
 
     def implementation(*args: Any) -> Outputs:
         b = complete(Call(*args))
-        wanted, once = b.wanted, formulas.is_once()
+        wanted = b.wanted
+        # Whether no mode or transform differentiates what is found.
+        in_transform = torch._C._are_functorch_transforms_active()
+        once = not (torch.is_grad_enabled() or in_transform or forward_ad._current_level >= 0)
         if not wanted:
             return results(b, {})
 

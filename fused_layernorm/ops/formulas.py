@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides
-from torch.autograd import forward_ad
 
 from . import load
 
@@ -86,11 +85,6 @@ class Record:
         return self.round_before_weight and self.weight is not None
 
     @property
-    def x_dtype(self) -> torch.dtype:
-        """The dtype of what is normalized: the residual stream's, where there is one."""
-        return self.input.dtype if self.residual is None else self.residual.dtype
-
-    @property
     def y_dtype(self) -> torch.dtype:
         return self.out_dtype or self.input.dtype
 
@@ -136,16 +130,12 @@ def call_of(operator: torch._ops.OpOverload) -> Any:
 _warned = False
 
 
-def _has_kernels() -> bool:
-    """Whether CUDA tensors come here only in calls that no kernel takes."""
-    name = load.layer_norm._schema.name
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
-
-
 def warn_of_cuda(x: Tensor) -> None:
-    """Warns once in a process where PyTorch's operators serve CUDA, too."""
+    """Warns once in a process where PyTorch's operators serve CUDA, too. Where there are kernels,
+    CUDA tensors come here only in calls that none takes."""
     global _warned
-    if x.is_cuda and not _warned and not _has_kernels():
+    name = load.layer_norm._schema.name
+    if not _warned and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
         _warned = True
         reason = load.operators._driver_problem() or (
             "this build of fused_layernorm has no CUDA kernels: CUDA tensors take PyTorch's own "
@@ -256,12 +246,6 @@ class _Xhat(torch.autograd.Function):
         rstd = rstd.contiguous()
         of_rows = (*rows, torch.zeros_like(rstd), rstd, None, None, [True, False, False])
         return _aten.native_layer_norm_backward(*of_rows)[0], None, None, None
-
-
-def is_once() -> bool:
-    """Whether gradients that are taken now are not differentiated, by no mode or transform."""
-    in_transform = torch._C._are_functorch_transforms_active()
-    return not (torch.is_grad_enabled() or in_transform or forward_ad._current_level >= 0)
 
 
 def normalized(a: Any, x: Tensor, ndim: int, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norm and rotation of heads: the operators qk_norm_rope and qk_norm_rope_backward.
 
-q and k are (batch, positions, heads, columns), or (batch, heads, positions, columns) with
-seq_dim=2. Each row, the last dimension, is normalized and rotated; csrc/bindings/schemas.cpp
-says what the operators give.
+csrc/bindings/schemas.cpp says what the operators take and give.
 
 A rotation is linear and its transpose is the reverse rotation, so a rotation alone (statistic None)
 is differentiated by the forward operator itself, any number of times. The norm's gradients come

@@ -5,8 +5,7 @@ qkv is (batch, positions, heads, columns); csrc/bindings/schemas.cpp says which 
 q's, k's and v's, and what the operators give. v is a view, which no operator gives: one that said
 so would be refused by torch.compile, one that did not would be wrong there. So autograd's node is
 made here and not for a dispatch key: `run` gives q, k and v, and their gradients come back as one
-tensor. Writing into v, or using it after writing into qkv, is refused by autograd, as of all nodes
-that give several results, one of them a view.
+tensor.
 
 Where the node cannot serve (transforms of torch.func, tensor subclasses, cos or sin that ask for a
 gradient), the results are those of qk_norm_rope of the parts, with autograd's own gradient of qkv.
@@ -135,13 +134,9 @@ def _autograd(keyset: Any, *args: Any) -> Any:
     return autograd.redispatch(qkv_norm_rope, keyset, *args)
 
 
-def _allow_in_graph() -> None:
-    # Dynamo takes `run` as it is, and AOTAutograd sees the node inside.
-    torch._dynamo.allow_in_graph(run)
-
-
+# Dynamo takes `run` as it is, and AOTAutograd sees the node inside.
 _FAILURE = f"fused_layernorm's qkv_norm_rope breaks graphs under torch {torch.__version__}"
-after_import("torch._dynamo", _allow_in_graph, _FAILURE)
+after_import("torch._dynamo", lambda: torch._dynamo.allow_in_graph(run), _FAILURE)
 
 FAMILY = Packed("qkv_norm_rope", check, formula, qkv_norm_rope_backward)
 implement(FAMILY)
