@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which autograd the operators have: csrc/per_torch's, or Python's (autograd.py, autocast.py).
+"""Which autograd the operators have: csrc/per_torch's, or Python's (autograd.py).
 
 A library of csrc/per_torch is bound to the C++ interface of one minor version of torch, so one is
 compiled for each known version. The library for the running torch is loaded where there is one.

@@ -315,37 +315,30 @@ def group_epilogue(a: Any, z: Tensor) -> Tensor:
     return epilogue(a, z, *(_of_channels(each, z) for each in (a.shift, a.scale)))
 
 
-def _of_groups(a: Any, input: Tensor, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    groups = a.num_groups
-    x = input.to(acc_dtype(input.dtype)).unflatten(1, (groups, input.shape[1] // groups))
+def groups(a: Any, once: bool = False) -> tuple[Tensor, ...]:
+    """What group_norm_forward gives, or what its backward operator differentiates."""
+    input = a.x if is_backward(a) else a.input
+    count, acc = a.num_groups, acc_dtype(input.dtype)
+    if once and not is_backward(a):
+        if input.numel() == 0:
+            mean = input.new_zeros(input.shape[0], count, dtype=acc)
+            y = torch.empty_like(input, dtype=a.y_dtype)
+            return y, mean, torch.full_like(mean, torch.nan)  # as PyTorch has it
+        # PyTorch's own. In other orders of memory it takes E[x^2] - E[x]^2 for the variance, and
+        # x rstd - mean rstd for xhat, which loses digits where x is the mean.
+        if input.is_cpu and input.is_contiguous() and input.numel() > 2 * len(input) * count:
+            sizes = (*input.shape[:2], math.prod(input.shape[2:]))
+            # The native operator reads parameters as if they were contiguous.
+            weight, bias = (p if p is None else p.to(acc).contiguous() for p in (a.weight, a.bias))
+            given = (input.to(acc), weight, bias, *sizes, count, a.eps)
+            z, mean, rstd = _aten.native_group_norm(*given)
+            return group_epilogue(a, z), mean, rstd
+    x = input.to(acc).unflatten(1, (count, input.shape[1] // count))
     mean, xhat, rstd = normalized(a, x, x.dim() - 2, once)
     xhat = xhat.flatten(1, 2)
     weight, bias = (_of_channels(each, xhat) for each in (a.weight, a.bias))
     y = group_epilogue(a, affine(xhat, weight, bias))
-    return (y, mean, rstd) if once else (y, mean.flatten(1), rstd.flatten(1))
-
-
-def groups(a: Any, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """What group_norm_forward gives, or what its backward operator differentiates."""
-    if is_backward(a):
-        return _of_groups(a, a.x, once)
-    input, groups = a.input, a.num_groups
-    if not once:
-        return _of_groups(a, input)
-    if input.numel() == 0:
-        mean = input.new_zeros(input.shape[0], groups, dtype=acc_dtype(input.dtype))
-        y = torch.empty_like(input, dtype=a.y_dtype)
-        return y, mean, torch.full_like(mean, torch.nan)  # as PyTorch has it
-    if not (input.is_cpu and input.is_contiguous()) or input.numel() <= 2 * len(input) * groups:
-        return _of_groups(a, input)
-    # PyTorch's own. In other orders of memory it takes E[x^2] - E[x]^2 for the variance, and
-    # x rstd - mean rstd for xhat, which loses digits where x is the mean.
-    acc = acc_dtype(input.dtype)
-    sizes = (*input.shape[:2], math.prod(input.shape[2:]))
-    # The native operator reads parameters as if they were contiguous.
-    weight, bias = (p if p is None else p.to(acc).contiguous() for p in (a.weight, a.bias))
-    z, mean, rstd = _aten.native_group_norm(input.to(acc), weight, bias, *sizes, groups, a.eps)
-    return group_epilogue(a, z), mean, rstd
+    return (y,) if is_backward(a) else (y, mean.flatten(1), rstd.flatten(1))
 
 
 def gated(a: Any, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
