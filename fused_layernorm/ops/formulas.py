@@ -274,8 +274,13 @@ def normalized(a: Any, x: Tensor, ndim: int, once: bool = False) -> tuple[Tensor
     return mean, centered * rstd, rstd
 
 
-def of_rows(a: Any, x: Tensor, once: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd) of what is normalized."""
+def rows(a: Any, once: bool = False) -> tuple[Tensor, ...]:
+    """What the forward operators of rows give: y, with a residual residual_out, mean and rstd; of a
+    backward operator's call y, and what was normalized."""
+    if is_backward(a):
+        x = a.x.to(acc_dtype(a.x.dtype))
+    else:
+        x = a.input if a.residual is None else add(a.input, a.residual, a.gate)
     ndim, acc = a.normalized_ndim, acc_dtype(x.dtype)
     wide, weight, bias = x.to(acc), shifted(a.weight, a.weight_offset, acc), to(a.bias, acc)
     # PyTorch's layer_norm would read a contiguous copy of x.
@@ -286,20 +291,10 @@ def of_rows(a: Any, x: Tensor, once: bool) -> tuple[Tensor, Tensor, Tensor]:
     else:
         shape = x.shape[x.dim() - ndim :]
         z, mean, rstd = _aten.native_layer_norm(wide.contiguous(), shape, weight, bias, a.eps)
-    return epilogue(a, z, to(a.shift, acc), to(a.scale, acc)), mean, rstd
-
-
-def rows(a: Any, once: bool = False) -> tuple[Tensor, ...]:
-    """What the forward operators of rows give: y, with a residual residual_out, mean and rstd; of a
-    backward operator's call y, and what was normalized."""
+    y = epilogue(a, z, to(a.shift, acc), to(a.scale, acc))
     if is_backward(a):
-        x = a.x.to(acc_dtype(a.x.dtype))
-        return of_rows(a, x, once)[0], x
-    if a.residual is None:
-        return of_rows(a, a.input, once)
-    residual_out = add(a.input, a.residual, a.gate)
-    y, *statistics = of_rows(a, residual_out, once)
-    return y, residual_out, *statistics
+        return y, x
+    return (y, mean, rstd) if a.residual is None else (y, x, mean, rstd)
 
 
 def _of_channels(parameter: Tensor | None, x: Tensor) -> Tensor | None:
