@@ -119,8 +119,9 @@ def norm(
         dim, last = arguments.check_dim(a, dim, normalized_shape), a.input.dim() - 1
         a.input, a.keeps_order = a.input.movedim(dim, last), True  # ONNX counts from the front
         return run(a).movedim(last, dim)
-    given = (a.input, a.weight, a.bias, normalized_shape, default)
-    a.normalized_ndim = arguments.normalized_ndim(*given)
+    a.normalized_ndim = arguments.normalized_ndim(
+        a.input, a.weight, a.bias, normalized_shape, default
+    )
     return run(a)
 
 
@@ -142,9 +143,10 @@ def call(family: Family, a: Any, in_pytorch: Any = None) -> Any:
     On the CPU PyTorch differentiates the formula: its derivative keeps what forward has computed,
     which a backward operator would compute again.
 
-    in_pytorch: what else PyTorch computes of a call on the CPU; it gives None of other calls.
+    in_pytorch: what else PyTorch computes of a call of rows on the CPU, None of other calls.
     """
-    if is_compiling():  # Dynamo does not trace the handling of exceptions; the fake checks the rest
+    # Dynamo does not trace the handling of exceptions; the fake checks the rest.
+    if in_pytorch is None and is_compiling():
         arguments.check_types(family, a)
         return family.plain(*a)
     try:

@@ -39,15 +39,17 @@ class Family:
 
     def __init__(
         self, name: str, check: Callable[[Any], None], formula: Callable[..., Outputs],
-        backward: OpOverload, gated_backward: OpOverload | None = None,
+        backward: OpOverload | None = None, gated_backward: OpOverload | None = None,
     ) -> None:  # fmt: skip
         """
         formula: what NAME_forward (else NAME) gives of a call, and what is differentiated of a call
         of the backward operator: that of which it has gradients, in their order; with once=True it
-        is not to be differentiated twice. gated_backward: of a call with a gate to be summed.
+        is not to be differentiated twice. backward: by default NAME_backward. gated_backward: of a
+        call with a gate to be summed.
         """
         self.name, self.check, self.formula = name, check, formula
-        self.backward, self.gated_backward = backward, gated_backward
+        self.backward = backward or getattr(load.operators, f"{name}_backward").default
+        self.gated_backward = gated_backward
         self.plain: OpOverload = getattr(load.operators, name).default
         forward = getattr(load.operators, f"{name}_forward", None)
         self.forward: OpOverload | None = forward and forward.default
@@ -289,12 +291,8 @@ class Forward(autograd.Function):
             if "dresidual" in Call._fields:
                 given["dresidual"] = dresidual
             found = autograd.call_operator(ctx.operator, *Call(**given))
-            of_flags = zip(flags.items(), found, strict=True)
-            gradients |= {
-                name.removeprefix("needs_d"): gradient
-                for (name, needed), gradient in of_flags
-                if needed
-            }
+            named = zip(Call.differentiated, found, strict=True)
+            gradients |= {name: gradient for name, gradient in named if flags[f"needs_d{name}"]}
         gradients["residual"] = gradients.get("x")
         of_input = gradients.get("input" if is_gated else "x")
         gradients["input"] = None if of_input is None else of_input.to(ctx.input_dtype)

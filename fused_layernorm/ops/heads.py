@@ -322,5 +322,5 @@ def _check_angles(a: Any, q: str) -> None:
         )
 
 
-FAMILY = Heads("qk_norm_rope", check, formula, qk_norm_rope_backward)
+FAMILY = Heads("qk_norm_rope", check, formula)
 implement(FAMILY)

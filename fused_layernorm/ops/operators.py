@@ -155,14 +155,12 @@ class Gated(Family):
         return (*a.input.shape[:-1], columns // a.group_size if a.group_size else 1)
 
 
-_OF_GROUPS = load.operators.group_norm_backward.default
-_OF_GATED = load.operators.rms_norm_gated_backward.default
-GROUP_NORM = Groups("group_norm", arguments.check_group_norm, formulas.groups, _OF_GROUPS)
-RMS_NORM_GATED = Gated("rms_norm_gated", arguments.check, formulas.gated, _OF_GATED)
+GROUP_NORM = Groups("group_norm", arguments.check_group_norm, formulas.groups)
+RMS_NORM_GATED = Gated("rms_norm_gated", arguments.check, formulas.gated)
 GroupArguments, GatedArguments = GROUP_NORM.Call, RMS_NORM_GATED.Call
-for _call in (GroupArguments, formulas.call_of(_OF_GROUPS)):
+for _call in (GroupArguments, formulas.call_of(GROUP_NORM.backward)):
     _call.keeps_order = True
-for _call in (GatedArguments, formulas.call_of(_OF_GATED)):
+for _call in (GatedArguments, formulas.call_of(RMS_NORM_GATED.backward)):
     _call.statistic, _call.normalized_ndim = "rms", 1
 
 

@@ -138,6 +138,6 @@ def _autograd(keyset: Any, *args: Any) -> Any:
 _FAILURE = f"fused_layernorm's qkv_norm_rope breaks graphs under torch {torch.__version__}"
 after_import("torch._dynamo", lambda: torch._dynamo.allow_in_graph(run), _FAILURE)
 
-FAMILY = Packed("qkv_norm_rope", check, formula, qkv_norm_rope_backward)
+FAMILY = Packed("qkv_norm_rope", check, formula)
 implement(FAMILY)
 AUTOGRAD[qkv_norm_rope] = _autograd
