@@ -26,8 +26,8 @@ from .functional import (  # noqa: E402
     add_rms_norm,
     layer_norm,
     rms_norm,
+    rms_norm_gated,
 )
-from .gated import rms_norm_gated  # noqa: E402
 from .gated_modules import FusedRMSNormGated  # noqa: E402
 from .groups import FusedGroupNorm, ada_group_norm, group_norm  # noqa: E402
 from .heads import norm_rope, qk_norm_rope, qkv_norm_rope  # noqa: E402

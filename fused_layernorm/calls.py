@@ -2,9 +2,7 @@
 """What serves a call: an operator, or on the CPU PyTorch's own operators.
 
 A call is described once, by `Arguments`, and `run` hands the description on. Before that stands
-`plain`, for a norm with nothing fused to it: every step costs host time there. On the CPU a plain
-call goes to PyTorch's layer_norm or rms_norm, and a modulated call whose tensors all have one dtype
-to PyTorch's operators.
+`plain`, for a norm with nothing fused to it: every step costs host time there.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from torch.nn import Parameter
 
 from . import stock
 from .compile import choice
-from .ops import arguments, autograd_library, formulas, groups
-from .ops.autocast import under_autocast
+from .ops import arguments, autograd_library, formulas
+from .ops.autograd import under_autocast
 from .ops.family import Family
-from .ops.operators import FORWARD, Arguments, describe
+from .ops.operators import FORWARD, Arguments, GroupArguments, describe
 
 is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -41,22 +39,15 @@ _OWN = (Parameter, type(None), Tensor)
 
 
 def plain(
-    is_rms: bool,
-    input: Any,
-    over: Any,
-    weight: Any,
-    bias: Any,
-    eps: float | None,
-    is_group: bool = False,
-    hidden: bool = False,
-) -> Any:
+    is_rms: bool, input: Any, over: Any, weight: Any, bias: Any, eps: float | None,
+    is_group: bool = False, hidden: bool = False,
+) -> Any:  # fmt: skip
     """PyTorch's function for a norm with nothing fused to it, or None where `run` must decide.
 
-    What PyTorch or a kernel refuses raises this package's sentence about it. On CUDA the function
-    leads to our kernels, on the CPU it is PyTorch's norm. over: the normalized shape, by default
-    weight's, or the number of groups. hidden: from the modes in force. Modes and transforms are to
-    see our operators, and torch.jit.trace crashes where an operator has raised what is caught here.
-    Dynamo does not trace this function.
+    On CUDA the function leads to our kernels, on the CPU it is PyTorch's norm. Modes and transforms
+    are to see our operators, and torch.jit.trace crashes where an operator has raised what is
+    caught here. over: the normalized shape, by default weight's, or the number of groups. hidden:
+    from the modes in force.
     """
     if (
         type(input) is not Tensor
@@ -112,48 +103,52 @@ def _check_plain(given: Any) -> None:
     """Says what is wrong with a call of `plain`."""
     is_rms, input, over, weight, bias, eps, is_group = given
     if is_group:
-        arguments.check_group_norm(
-            groups.GroupArguments(input, over, None, None, weight, bias, eps)
-        )
-        return
-    ndim = arguments.normalized_ndim(input, weight, bias, over)
-    eps, statistic = (arguments.rms_eps(eps, input), "rms") if is_rms else (eps, "layer")
-    norm = {"weight": weight, "bias": bias, "normalized_ndim": ndim, "eps": eps}
-    arguments.check(describe(input, **norm, statistic=statistic))
+        a = GroupArguments(input, over, None, None, weight, bias, eps)
+        return arguments.check_group_norm(a)
+    a = describe(input, weight=weight, bias=bias, statistic="rms" if is_rms else "layer")
+    a.eps = arguments.rms_eps(eps, input) if is_rms else eps
+    a.normalized_ndim = arguments.normalized_ndim(input, weight, bias, over)
+    arguments.check(a)
 
 
-def norm(a: Arguments, normalized_shape: Any, default: int | None = None) -> Any:
+def norm(
+    a: Arguments, normalized_shape: Any, default: int | None = None, dim: int | None = None
+) -> Any:
     """The norm that is described, over the dimensions that a user gives, or by default so many."""
+    if dim is not None:  # that of a view in which it is the last, whose order y keeps
+        dim, last = arguments.check_dim(a, dim, normalized_shape), a.input.dim() - 1
+        a.input, a.keeps_order = a.input.movedim(dim, last), True  # ONNX counts from the front
+        return run(a).movedim(last, dim)
     a.normalized_ndim = arguments.normalized_ndim(
-        a.input, a.weight, a.bias, normalized_shape, a.dim, default
+        a.input, a.weight, a.bias, normalized_shape, default
     )
     return run(a)
 
 
 def run(a: Arguments) -> Any:
     """The norm that is described: y, or with a residual (y, residual_out)."""
-    if a.dim is not None:
-        return _over_dim(a)
     gate = a.gate
     if gate is not None and not _may_fuse_gate(a):
         return _with_sum_apart(a)
     if is_compiling():  # Dynamo does not trace the exception handling below
         return choice.run(a)
     # operator_of(a), written out, since a call of it takes a tenth of a microsecond.
-    place = 2 * (gate is not None or a.shift is not None or a.scale is not None)
-    place += a.residual is not None
-    return call(FORWARD[place], a, _in_pytorch)
+    is_modulated = gate is not None or a.shift is not None or a.scale is not None
+    return call(FORWARD[2 * is_modulated + (a.residual is not None)], a, _in_pytorch)
 
 
 def call(family: Family, a: Any, in_pytorch: Any = None) -> Any:
-    """A call of a family's operator, for all but Dynamo, which does not trace the handling of
-    exceptions here, and leaves the checks to the fake.
+    """A call of a family's operator.
 
     On the CPU PyTorch differentiates the formula: its derivative keeps what forward has computed,
     which a backward operator would compute again.
 
-    in_pytorch: what else PyTorch computes of a call on the CPU; it gives None of other calls.
+    in_pytorch: what else PyTorch computes of a call of rows on the CPU, None of other calls.
     """
+    # Dynamo does not trace the handling of exceptions; the fake checks the rest.
+    if in_pytorch is None and is_compiling():
+        arguments.check_types(family, a)
+        return family.plain(*a)
     try:
         if (_dispatch_modes() or _is_tracing()) and torch.onnx.is_in_onnx_export():
             family.check(a)
@@ -169,29 +164,25 @@ def call(family: Family, a: Any, in_pytorch: Any = None) -> Any:
         raise arguments.explain(error, a, family.check) from None
 
 
-def _over_dim(a: Arguments) -> Tensor:
-    """A norm over one dimension: that of a view in which it is the last."""
-    end = a.input.dim() - 1  # ONNX has no dimensions counted from the end
-    dim: Any = a.dim
-    dim = dim if type(dim) is int else arguments.check_int("dim", dim)
-    dim %= end + 1
-    a.input, a.keeps_order, a.dim = a.input.movedim(dim, end), True, None
-    return run(a).movedim(end, dim)
-
-
 def _may_fuse_gate(a: Arguments) -> bool:
     """No kernel fuses a gated sum with an activation, a scale or the rounding of xhat."""
     is_bare = a.activation is None and isinstance(a.output_scale, (int, float))
     return is_bare and a.output_scale == 1.0 and not a.round_before_weight
 
 
-def _with_sum_apart(a: Arguments) -> tuple[Tensor, Tensor]:
-    """A gated sum by PyTorch's operators, then the norm of it."""
+def as_autocast_makes(a: Arguments) -> Arguments:
+    """A call that PyTorch's operators serve in part, as autocast makes it; raises if it is bad."""
     arguments.check_tensor("input", a.input)
     device = a.input.device.type
     if choice.has_autocast(device) and torch.is_autocast_enabled(device):
         a = under_autocast(a)
     arguments.check(a)
+    return a
+
+
+def _with_sum_apart(a: Arguments) -> tuple[Tensor, Tensor]:
+    """A gated sum by PyTorch's operators, then the norm of it."""
+    a = as_autocast_makes(a)
     residual: Any = a.residual
     residual_out = formulas.add(a.input, residual, a.gate)
     if a.rounds_xhat and a.input.dtype != residual.dtype:
@@ -211,8 +202,8 @@ def _with_sum_apart(a: Arguments) -> tuple[Tensor, Tensor]:
 def has_own_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, is_rms: bool) -> bool:
     """Whether a norm of these tensors, with nothing fused to it, is PyTorch's here.
 
-    PyTorch may still refuse the call. The operators serve what PyTorch does not: other devices,
-    parameters of other dtypes, and tracing, where a compiler knows them by their name.
+    Other devices, parameters of other dtypes, and tracing, where a compiler knows the operators by
+    their name, are not. PyTorch may still refuse the call.
     """
     if not input.is_cpu or stock._cpu_operators or _get_dispatch_mode(_PROXY) is not None:
         return False
@@ -245,15 +236,14 @@ def differentiates(input: Any) -> bool:
 def _in_pytorch(a: Arguments) -> Any:
     """A plain or modulated call in PyTorch's operators, as a model would write it, or None.
 
-    Nested tensors and an eps of NaN are left to the operators, which refuse them, and so are
-    transforms of torch.func, in which the operators have derivatives of every order.
+    What the operators refuse is left to them, and so are transforms of torch.func, in which they
+    have derivatives of every order.
     """
-    if not a.is_bare:
-        return None
     input, residual, gate, weight = a.input, a.residual, a.gate, a.weight
     is_modulated, is_rms = a.is_modulated, a.is_rms
     if (
-        not (is_modulated or residual is None)
+        not a.is_bare
+        or not (is_modulated or residual is None)
         or not (is_rms or a.statistic == "layer")
         or a.keeps_order
         or a.eps != a.eps

@@ -7,16 +7,18 @@ A call with nothing fused to it is tried first by the shortest way, which Dynamo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .calls import norm, plain
-from .gated import norm_in_groups
-from .ops.arguments import check_tensor, rms_eps
-from .ops.operators import describe
-
-_is_compiling = torch.compiler.is_dynamo_compiling
+from .calls import as_autocast_makes, call, is_compiling, norm, plain, run
+from .compile import choice
+from .ops import arguments
+from .ops.arguments import rms_eps
+from .ops.aten_forward import VARIANTS
+from .ops.formulas import acc_dtype, affine, epilogue, shifted, to
+from .ops.operators import RMS_NORM_GATED, Arguments, GatedArguments, describe
 
 
 def layer_norm(
@@ -65,16 +67,16 @@ def layer_norm(
             what was given. A dtype or layout that is not supported raises NotImplementedError, a
             RuntimeError.
     """
-    is_bare = not _is_compiling() and activation is None and out_dtype is None and dim is None
+    is_bare = not is_compiling() and activation is None and out_dtype is None and dim is None
     if is_bare and type(scale) is float and scale == 1.0:
         y = plain(False, input, normalized_shape, weight, bias, eps)
         if y is not None:
             return y
     a = describe(
         input, weight=weight, bias=bias, eps=eps, activation=activation, output_scale=scale,
-        out_dtype=out_dtype, dim=dim,
+        out_dtype=out_dtype,
     )  # fmt: skip
-    return norm(a, normalized_shape)
+    return norm(a, normalized_shape, dim=dim)
 
 
 def rms_norm(
@@ -99,8 +101,8 @@ def rms_norm(
             \cdot (\mathrm{weight} + \mathrm{weight\_offset}) + \mathrm{bias}\right)
             \cdot \mathrm{scale}
 
-    The arithmetic is in float32 (float64 for a float64 input), whatever the dtypes, and the result
-    is rounded once. (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.)
+    (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.) The arithmetic, the result
+    and the errors are those of :func:`layer_norm`.
 
     Args:
         input, weight, bias: as in :func:`layer_norm`.
@@ -117,10 +119,8 @@ def rms_norm(
         normalized_shape, activation, scale, dim: as in :func:`layer_norm`.
         out_dtype: the result's dtype, any of the four. By default input's; under autocast what
             ``torch.nn.functional.rms_norm`` gives (float32 on CUDA from torch 2.12 on).
-
-    The result and the errors are those of :func:`layer_norm`.
     """
-    is_bare = not _is_compiling() and activation is None and out_dtype is None and dim is None
+    is_bare = not is_compiling() and activation is None and out_dtype is None and dim is None
     is_bare = is_bare and bias is None and group_size is None and not round_before_weight
     is_bare = is_bare and type(scale) is float and type(weight_offset) is float
     if is_bare and scale == 1.0 and weight_offset == 0.0:
@@ -130,11 +130,66 @@ def rms_norm(
     a = describe(
         input, weight=weight, bias=bias, eps=rms_eps(eps, input), activation=activation,
         output_scale=scale, out_dtype=out_dtype, statistic="rms", weight_offset=weight_offset,
-        round_before_weight=round_before_weight, dim=dim,
+        round_before_weight=round_before_weight,
     )  # fmt: skip
     if group_size is not None:
-        return norm_in_groups(a, group_size, normalized_shape)
-    return norm(a, normalized_shape)
+        return norm_in_groups(a, group_size, normalized_shape, dim)
+    return norm(a, normalized_shape, dim=dim)
+
+
+def rms_norm_gated(
+    input: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    gate_first: bool = False,
+    gate_activation: str = "silu",
+    group_size: int | None = None,
+    bias: Tensor | None = None,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    r"""Root mean square normalization over the last dimension and a gate, in one kernel.
+
+    .. math::
+        y = \left(\mathrm{norm}(x) \cdot (\mathrm{weight} + \mathrm{weight\_offset})
+            + \mathrm{bias}\right) \cdot a(\mathrm{gate}),
+        \qquad \mathrm{norm}(x) = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}}
+
+    as in linear attention (Gated DeltaNet, Qwen3-Next), or with ``gate_first``, as in Mamba 2,
+
+    .. math::
+        y = \mathrm{norm}(x \cdot a(\mathrm{gate})) \cdot (\mathrm{weight}
+            + \mathrm{weight\_offset}) + \mathrm{bias}.
+
+    The arithmetic and the errors are those of :func:`layer_norm`.
+
+    Args:
+        input: shape ``(*, columns)``, float32, float16, bfloat16 or float64, of any strides.
+        gate: of input's shape, any of these dtypes, of any strides: a slice of a projection is read
+            where it lies.
+        weight, bias: shape ``(columns,)``; their dtypes are as in :func:`layer_norm`.
+        eps, weight_offset: as in :func:`rms_norm`.
+        gate_first: the gate is multiplied before the norm, not after it.
+        gate_activation: a, ``"silu"`` or ``"sigmoid"``.
+        group_size: the mean of squares is taken over so many columns in turn; by default all.
+        round_before_weight: the normalized value is rounded to input's dtype, and its product with
+            weight to the dtype to which PyTorch promotes those of input and weight, as the classes
+            of Qwen3-Next and Mamba 2 do. Gradients take the rounding for the identity. It has no
+            effect without a weight.
+        out_dtype: the result's dtype, any of the four. By default input's; under autocast that of
+            :func:`rms_norm`.
+
+    Returns:
+        A contiguous tensor of input's shape.
+    """
+    a = GatedArguments(
+        input, gate, weight, bias, rms_eps(eps, input), bool(gate_first), gate_activation,
+        group_size, out_dtype, weight_offset, bool(round_before_weight),
+    )  # fmt: skip
+    return norm_gated(a)
 
 
 def add_layer_norm(
@@ -286,5 +341,40 @@ def add_ada_layer_norm(
 def _given(residual: Tensor) -> Tensor:
     """The residual of a function that needs one. An operator's description may have none."""
     if residual is None:
-        check_tensor("residual", residual)
+        arguments.check_tensor("residual", residual)
     return residual
+
+
+def norm_gated(a: GatedArguments) -> Tensor:
+    """A gated norm; its group_size is what a user gives."""
+    a = a._replace(group_size=arguments.check_group_size(a.group_size, None))
+    if is_compiling():
+        arguments.check_types(RMS_NORM_GATED, a)
+        arguments.check_choice("gate_activation", a.gate_activation, arguments.GATES)
+        input = a.input
+        if input.dim() and choice.of_gated(input, a.group_size or input.shape[-1]) != "KERNEL":
+            return VARIANTS[RMS_NORM_GATED.plain](*a)
+    found: Tensor = call(RMS_NORM_GATED, a)
+    return found
+
+
+def norm_in_groups(a: Arguments, group_size: Any, normalized_shape: Any, dim: Any) -> Tensor:
+    """An RMSNorm that is described, over groups of columns: these are the rows of a norm, whose
+    result PyTorch multiplies by a weight of all columns."""
+    arguments.check_tensor("input", a.input)
+    input = a.input
+    given = (input, a.weight, a.bias, normalized_shape, 1)
+    if dim is not None or arguments.normalized_ndim(*given) != 1:
+        raise ValueError("expected group_size beside the last dimension alone to normalize over")
+    a = as_autocast_makes(a)
+    size = arguments.check_group_size(group_size, input.shape[-1])
+    rows = input.unflatten(-1, (input.shape[-1] // size, size))
+    if a.weight is None and a.bias is None:
+        found: Tensor = run(a._replace(input=rows, out_dtype=a.y_dtype))
+        return found.flatten(-2)
+    acc = acc_dtype(input.dtype)
+    xhat = run(describe(rows, eps=a.eps, out_dtype=acc, statistic="rms")).flatten(-2)
+    if a.rounds_xhat:
+        xhat = xhat.to(input.dtype).to(acc)
+    weight = shifted(a.weight, a.weight_offset, acc)
+    return epilogue(a, affine(xhat, weight, to(a.bias, acc)), None, None)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import rms_norm
-from .gated import rms_norm_gated
+from .functional import rms_norm, rms_norm_gated
 from .modules import FusedRMSNorm
 from .ops import arguments
 
@@ -51,7 +50,7 @@ class FusedRMSNormGated(FusedRMSNorm):
         options: Any = {"round_before_weight": round_before_weight, "out_dtype": out_dtype}
         options |= {"bias": bias, "weight_offset": weight_offset}
         super().__init__(hidden_size, eps, elementwise_affine, device, dtype, **options)
-        arguments.check_gate_activation(gate_activation)
+        arguments.check_choice("gate_activation", gate_activation, arguments.GATES)
         arguments.check_group_size(group_size, self.normalized_shape[-1])
         self.gate_first = gate_first
         self.gate_activation = gate_activation

@@ -14,8 +14,8 @@ from . import calls, stock
 from .calls import is_compiling, plain
 from .compile import choice
 from .modules import Norm, forward_of
-from .ops import arguments, groups
-from .ops.groups import GroupArguments
+from .ops import arguments
+from .ops.operators import GROUP_NORM, GroupArguments
 from .stock import GroupNorm
 
 # torch.fx.symbolic_trace records each of these as one call.
@@ -48,20 +48,17 @@ def group_norm(
             \cdot \mathrm{weight} + \mathrm{bias}\right) \cdot \mathrm{scale}
 
     With as many groups as channels this is instance normalization, with one group a layer
-    normalization of whole samples. The arithmetic is in float32 (float64 for a float64 input),
-    whatever the dtypes, and the result is rounded once.
+    normalization of whole samples. The arithmetic and the errors are those of :func:`layer_norm`,
+    and a ValueError where a group has one value.
 
     Args:
         input: ``(N, C, *)`` of two dimensions or more; float32, float16, bfloat16 or float64, of
             any strides. Contiguous and channels_last tensors are read where they lie, and so are
             others of such an order of memory, as a transposed ``(N, L, C)`` is.
         num_groups: how many groups; it divides C.
-        weight, bias: shape ``(C,)``, each optional; of input's dtype, or float32 beside a
-            half-precision input; if both are given, of one dtype.
-        eps: added to the variance.
-        activation: None, ``"gelu"`` (exact, by erf), ``"gelu_tanh"``, ``"silu"``, ``"relu"`` or
-            ``"leaky_relu"`` (slope 0.01).
-        scale: a finite number that multiplies the result.
+        weight, bias: shape ``(C,)``; their dtypes are as in :func:`layer_norm`.
+        activation: one of those of :func:`layer_norm`, or ``"leaky_relu"`` (slope 0.01).
+        eps, scale: as in :func:`layer_norm`.
         out_dtype: the result's dtype, any of the four. By default input's; under autocast what
             ``torch.nn.functional.group_norm`` gives (float32 on CUDA).
 
@@ -69,19 +66,13 @@ def group_norm(
         A tensor of input's shape, in the order of memory that ``torch.empty_like(input)`` has: that
         of input, where its elements lie without gaps. (``torch.nn.functional.group_norm``, which
         serves plain calls on the CPU, gives contiguous or channels_last tensors.)
-
-    The errors are those of :func:`layer_norm`, and a ValueError where a group has one value.
     """
     is_bare = activation is None and out_dtype is None and not is_compiling()
     if is_bare and type(scale) is float and scale == 1.0:
         y = plain(False, input, num_groups, weight, bias, eps, True)
         if y is not None:
             return y
-    return _run(
-        GroupArguments(
-            input, num_groups, None, None, weight, bias, eps, activation, scale, out_dtype
-        )
-    )
+    return _run(input, num_groups, None, None, weight, bias, eps, activation, scale, out_dtype)
 
 
 def ada_group_norm(
@@ -114,34 +105,21 @@ def ada_group_norm(
 
     The other arguments, the result and the errors are those of :func:`group_norm`.
     """
-    return _run(
-        GroupArguments(
-            input, num_groups, shift, scale, weight, bias, eps, activation, 1.0, out_dtype
-        )
-    )
+    return _run(input, num_groups, shift, scale, weight, bias, eps, activation, 1.0, out_dtype)
 
 
-def _run(a: GroupArguments) -> Tensor:
-    a = _settled(a)
-    if is_compiling():
-        return groups.group_norm(*a)
-    found: Tensor = calls.call(groups.FAMILY, a)
-    return found
-
-
-def _settled(a: GroupArguments) -> GroupArguments:
-    """The operator's arguments; raises where the schema's error would be worse."""
-    arguments.check_tensor("input", a.input)
-    tensors = zip(a._fields[2:6], a[2:6], strict=True)
-    arguments.check_types(tensors, eps=a.eps, scale=a.output_scale)
-    a = a._replace(num_groups=arguments.check_num_groups(a.num_groups))
-    if has_one_value(a.input, a.num_groups):
+def _run(input: Tensor, num_groups: Any, *others: Any) -> Tensor:
+    arguments.check_tensor("input", input)
+    num_groups = arguments.check_count("num_groups", num_groups, RuntimeError)
+    a = GroupArguments(input, num_groups, *others)
+    if has_one_value(input, num_groups):
         arguments.check_group_norm(a)
         raise ValueError(
-            f"expected more than one value in a group, got input of shape {[*a.input.shape]} and "
-            f"num_groups {a.num_groups}"
+            f"expected more than one value in a group, got input of shape {[*input.shape]} and "
+            f"num_groups {num_groups}"
         )
-    return a
+    found: Tensor = calls.call(GROUP_NORM, a)
+    return found
 
 
 def has_one_value(x: Tensor, num_groups: int) -> bool:

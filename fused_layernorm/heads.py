@@ -105,12 +105,8 @@ def qk_norm_rope(
         without gaps. Autocast changes nothing.
 
     The kernels take heads of an even size up to 256, and give cos and sin no gradient. PyTorch's
-    operators compute all other calls, and those in which cos or sin asks for a gradient.
-
-    Raises:
-        TypeError, ValueError, IndexError, RuntimeError: the message says in one sentence what was
-            expected and what was given. A dtype or layout that is not supported raises
-            NotImplementedError, a RuntimeError.
+    operators compute all other calls, and those in which cos or sin asks for a gradient. The errors
+    are those of :func:`layer_norm`, and an IndexError for a seq_dim that is not there.
     """
     arguments.check_tensor("q", q)
     arguments.check_tensor("k", k)
@@ -173,26 +169,20 @@ def qkv_norm_rope(
         _seq_dim(seq_dim), _eps(eps, statistic, qkv), statistic, weight_offset,
         bool(round_before_weight), bool(interleaved), kv_heads, layout == "h3d",
     )  # fmt: skip
-    _check_types(p)
+    arguments.check_types(packed.FAMILY, p)
     takes = qkv.dim() == 4 and has_kernel(qkv, cos) and has_rows(qkv)
     if takes and not calls.is_compiling():
         by_pytorch = qkv.dtype not in arguments.HALF and calls.differentiates(qkv)
         takes = not (by_pytorch or torch.onnx.is_in_onnx_export())
     if not takes:
         return *_run(packed.of_parts(p)), packed.part(p, 2)
-    if calls.is_compiling():
-        return packed.run(*p)
-    try:
-        return packed.run(*p)
-    except Exception as error:
-        raise arguments.explain(error, p, packed.check) from None
+    return packed.run(*p)
 
 
 def _all_heads(qkv: Tensor, layout: Any, num_kv_heads: Any, head_dim: Any) -> tuple[Tensor, int]:
     """qkv as (batch, positions, heads of q, k and v, columns), or as it is if that is no view of
     it; and how many heads k has."""
-    if layout not in ("3hd", "h3d"):
-        raise ValueError(f"expected layout '3hd' or 'h3d', got {layout!r}")
+    arguments.check_choice("layout", layout, ("3hd", "h3d"))
     kv = None if num_kv_heads is None else arguments.check_int("num_kv_heads", num_kv_heads)
     cols = None if head_dim is None else arguments.check_int("head_dim", head_dim)
     three = 2 if layout == "3hd" else 3
@@ -224,19 +214,18 @@ def _all_heads(qkv: Tensor, layout: Any, num_kv_heads: Any, head_dim: Any) -> tu
 
 def _run(a: HeadArguments) -> Any:
     """The results; without k, an empty tensor is the second."""
-    _check_types(a)
+    arguments.check_types(FAMILY, a, "q_" if a.k is None else "")
     if a.q.dim() == 4 and (needs_grad(a.cos, a.sin) or not has_kernel(a.q, a.cos)):
         FAMILY.check(a)
         return FAMILY.without_statistics(FAMILY.formula(a))
-    if calls.is_compiling():
-        return FAMILY.plain(*a)
-    if needs_grad(*a[:6]) or in_forward_mode():
+    if calls.is_compiling() or needs_grad(*a[:6]) or in_forward_mode():
         return calls.call(FAMILY, a)
     with _below_autograd():  # autograd of this operator is in Python, and would do nothing
         return calls.call(FAMILY, a)
 
 
 def _eps(eps: float | None, statistic: str | None, q: Tensor) -> float:
+    arguments.check_choice("statistic", statistic, arguments.OF_HEADS)
     if statistic is None:
         return 0.0
     return _LAYER_EPS if eps is None and statistic == "layer" else arguments.rms_eps(eps, q)
@@ -259,16 +248,3 @@ def _seq_dim(seq_dim: Any) -> int:
     if dim not in (1, 2):
         raise ValueError(f"expected seq_dim 1 or 2 of four dimensions, got {seq_dim}")
     return dim
-
-
-def _check_types(a: Any) -> None:
-    """Raises where the schema's error would be worse."""
-    first = a._fields.index("q_weight")
-    is_one = first == 2 and a.k is None
-    names = (name.removeprefix("q_") if is_one else name for name in a._fields[first : first + 6])
-    tensors = zip(names, a[first : first + 6], strict=True)
-    arguments.check_types(tensors, eps=a.eps, weight_offset=a.weight_offset)
-    if a.statistic is not None and not isinstance(a.statistic, str):
-        raise ValueError(f"expected statistic 'rms', 'layer' or None, got {a.statistic!r}")
-    if isinstance(a.eps, float) and a.eps != a.eps:
-        raise ValueError("expected eps to be a number, got nan")

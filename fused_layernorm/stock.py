@@ -61,11 +61,11 @@ FORWARDS: dict[Any, Any] = {
 def are_supported(x: Any, *others: Any) -> bool:
     """Whether the operators know all that a module's own forward would show to PyTorch's functions.
 
-    The rule is that a swapped module accepts what the stock module accepts, with the stock result:
-    swapped modules ask here about the tensors of a call, x first, and leave to the stock forward
-    what is not known. That is a nested tensor, a tensor subclass of another library (it may hold
-    its values in a way that only the operators of the stock forward can read), a TorchFunctionMode
-    of another library, and every call while a tool has replaced F.layer_norm or F.rms_norm.
+    A swapped module accepts what the stock module accepts, with the stock result: it asks here of
+    a call's tensors, x first, and leaves to the stock forward a nested tensor, a tensor subclass of
+    another library (it may hold its values in a way that only the operators of the stock forward
+    can read), a TorchFunctionMode of another library, and every call while a tool has replaced
+    F.layer_norm or F.rms_norm.
     """
     is_plain = type(x) in _PLAIN and not has_torch_function((x, *others))
     if not (is_plain and (x is None or not x.is_nested)) and not _are_known((x, *others)):

@@ -33,7 +33,7 @@ from numerics import EVERY, QUICK, Problem, covering, modulated
 from torch.library import opcheck
 
 import fused_layernorm as fl
-from fused_layernorm.ops import fallback, load
+from fused_layernorm.ops import load
 
 pytestmark = pytest.mark.cpu_operators
 
@@ -216,8 +216,8 @@ def test_every_operator_with_a_kernel_has_a_formula():
         defaults = [a.default_value for a in operator._schema.arguments]
         by_default = [a for a, d in zip(args, defaults, strict=True) if d is not None and a == d]
         assert by_default == [], name
-        prefix = f"{load.NAMESPACE}::{fallback.PREFIX}"
-        formula = getattr(ops, fallback.PREFIX + name).default._schema
+        prefix = f"{load.NAMESPACE}::{load.PREFIX}"
+        formula = getattr(ops, load.PREFIX + name).default._schema
         assert str(formula) == str(operator._schema).replace(f"{load.NAMESPACE}::", prefix)
 
 
@@ -227,29 +227,29 @@ def as_tuple(found):
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_formula_is_what_other_devices_compute(name):
-    before = fallback.served[name]
-    found = getattr(ops, fallback.PREFIX + name)(*ALL[name])
+    before = load.served[name]
+    found = getattr(ops, load.PREFIX + name)(*ALL[name])
     expected = getattr(ops, name)(*ALL[name])
-    assert fallback.served[name] == before + 1
+    assert load.served[name] == before + 1
     torch.testing.assert_close(as_tuple(found), as_tuple(expected), rtol=0, atol=0)
 
 
 def test_the_last_error_of_a_formula_is_kept():
     with pytest.raises(RuntimeError):
-        getattr(ops, f"{fallback.PREFIX}group_norm")(torch.randn(2, 3), 2, *(None,) * 4, 1e-5)
+        getattr(ops, f"{load.PREFIX}group_norm")(torch.randn(2, 3), 2, *(None,) * 4, 1e-5)
     assert ops._formula_error().startswith("expected num_groups that divides the 3 channels")
 
 
 @contextlib.contextmanager
 def served_by_formula(*names):
     """No kernel takes a call; checks which operators' formulas served."""
-    fallback.served.clear()
+    load.served.clear()
     ops._force("strategy=formula")
     try:
         yield
     finally:
         ops._force(None)
-    assert fallback.served == dict.fromkeys(names, 1)
+    assert load.served == dict.fromkeys(names, 1)
 
 
 @pytest.mark.gpu

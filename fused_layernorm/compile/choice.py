@@ -16,7 +16,7 @@ from torch import Tensor
 from ..ops import arguments, formulas
 from ..ops.aten_forward import VARIANTS
 from ..ops.autograd import needs_grad
-from ..ops.operators import FORWARD, TENSORS, Arguments
+from ..ops.operators import FORWARD, Arguments
 from . import rules
 
 # Dynamo of torch 2.10 cannot follow the choice: there, every call keeps its kernel.
@@ -27,17 +27,13 @@ _VARIANTS = tuple(VARIANTS[one.plain] for one in FORWARD)
 
 def run(a: Arguments) -> Any:
     """The call by our operator, by its aten_ variant, or by PyTorch's own norm."""
-    # The schema's errors would be worse.
-    arguments.check_tensor("input", a.input)
-    tensors = [(name, getattr(a, name)) for name in TENSORS]
-    numbers = {"eps": a.eps, "scale": a.output_scale, "weight_offset": a.weight_offset}
-    arguments.check_types(tensors, **numbers)
-    choice = "KERNEL" if a.is_modulated else _choice_for(a)
-    if choice == "PYTORCH" and _has_own_norm(a):
-        return formulas.norm_of(a, a.input)
     # operator_of is nothing that Dynamo can trace.
     place = 2 * a.is_modulated + (a.residual is not None)
     operator = FORWARD[place]
+    arguments.check_types(operator, a)
+    choice = "KERNEL" if a.is_modulated else _choice_for(a)
+    if choice == "PYTORCH" and _has_own_norm(a):
+        return formulas.norm_of(a, a.input)
     overload = operator.plain if choice == "KERNEL" else _VARIANTS[place]
     return overload(*[getattr(a, name) for name in operator.fields])
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ops import aten_forward, groups
-from ..ops.operators import operator_of
+from ..ops import aten_forward
+from ..ops.operators import GROUP_NORM, operator_of
 from . import replace, rules, sites
 from .effects import Effects
 from .reading import name_of_target, origin, read, value_of
@@ -97,7 +97,7 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
             checked = replace.check(candidate, effects, settings.with_inductor)
             rule = rules.choose(_problem(candidate, settings))
             if rule.choice is not Choice.PYTORCH:
-                family = groups.FAMILY if site.of_groups else operator_of(checked.arguments)
+                family = GROUP_NORM if site.of_groups else operator_of(checked.arguments)
                 overload = family.plain
                 if rule.choice is Choice.INDUCTOR:
                     overload = aten_forward.VARIANTS[overload]

@@ -20,7 +20,7 @@ from torch.fx import Node
 from ..ops import formulas, load
 from ..ops.arguments import DTYPES, HALF, rms_eps
 from ..ops.aten_forward import VARIANTS
-from ..ops.groups import group_norm
+from ..ops.operators import GROUP_NORM
 
 aten = torch.ops.aten
 
@@ -216,11 +216,13 @@ def _instance_norm(
 # ---- Readers that take the node itself -----------------------------------------------------------
 
 
-@reads(load.layer_norm, VARIANTS[load.layer_norm], group_norm, node=True)
+@reads(load.layer_norm, VARIANTS[load.layer_norm], GROUP_NORM.plain, node=True)
 def _own_norm(node: Any) -> Call | None:
     """This package's operators, which swapped modules call."""
     a = formulas.call_of(node.target)(*node.args, **node.kwargs)
-    if a.activation is not None or a.is_modulated or a.output_scale != 1.0 or a.keeps_order:
+    if a.activation is not None or a.is_modulated or a.output_scale != 1.0:
+        return None
+    if "keeps_order" in a._fields and a.keeps_order:  # groups always do
         return None
     names = ("normalized_ndim", "num_groups", "statistic", "weight_offset")
     given = {name: getattr(a, name) for name in names if hasattr(a, name)}

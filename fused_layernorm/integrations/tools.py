@@ -18,9 +18,8 @@ from typing import Any
 from torch import nn
 
 from ..modules import is_bare
-from ..ops.groups import GroupArguments
 from ..ops.load import NAMESPACE
-from ..ops.operators import LAYER_NORM
+from ..ops.operators import LAYER_NORM, GroupArguments
 from ..swap import classes
 from .after_import import after_import
 

@@ -20,14 +20,13 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 OF_GROUPS = (*ACTIVATIONS, "leaky_relu")
 GATES = ("silu", "sigmoid")
 STATISTICS = ("layer", "rms")
+OF_HEADS = ("rms", "layer", None)  # None rotates alone
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 HALF = (torch.float16, torch.bfloat16)
 MAX_INDEX = 2**31 - 1  # rows, and columns, that the CUDA kernels can count
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 FLOAT64_EPS = torch.finfo(torch.float64).eps
-
-_DTYPE_NAMES = "float32, float16, bfloat16 or float64"
 
 
 def rms_eps(eps: float | None, x: Any) -> float:
@@ -41,8 +40,19 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _either(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
+def shown(value: Any) -> str:
+    return name_of(value) if isinstance(value, torch.dtype) else repr(value)
+
+
+def _either(values: Sequence[Any]) -> str:
+    *others, last = [shown(value) for value in values]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def check_choice(name: str, value: Any, known: Sequence[Any]) -> None:
+    """Raises if a value is none of those that are known."""
+    if value not in known:
+        raise ValueError(f"expected {name} {_either(known)}, got {shown(value)}")
 
 
 def check_tensor(name: str, tensor: Any) -> None:
@@ -58,15 +68,8 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise NotImplementedError(f"expected {name} to be a dense tensor, got layout {layout}")
     if tensor.dtype not in DTYPES:
         raise NotImplementedError(
-            f"expected {name} of dtype {_DTYPE_NAMES}, got {name_of(tensor.dtype)}"
+            f"expected {name} of dtype {_either(DTYPES)}, got {name_of(tensor.dtype)}"
         )
-
-
-def check_tensors(call: Any) -> None:
-    """`check_tensor` of all tensors of a call."""
-    for name, value in call._asdict().items():
-        if isinstance(value, Tensor):
-            check_tensor(name, value)
 
 
 def check_device(name: str, tensor: Tensor, beside: str, other: Tensor) -> None:
@@ -80,52 +83,51 @@ def shape_error(name: str, expected: str, tensor: Tensor) -> RuntimeError:
     return RuntimeError(f"expected {name} {expected}, got shape {list(tensor.shape)}")
 
 
-def beside(*dtypes: torch.dtype) -> list[torch.dtype]:
-    """The dtypes of parameters that go with inputs of these: the same, and float32 with half."""
+Misfit = Callable[[str, Tensor], str | None]  # the shape that is expected, of one of another
+
+
+def check_parameter(
+    name: str, tensor: Any, beside: str, x: Tensor, misfit: Misfit,
+    residual: Tensor | None = None, others: Sequence[torch.dtype] = (),
+) -> None:  # fmt: skip
+    """Raises if a tensor is not dense, on the device of x, whose name is `beside`, of the right
+    shape, and of a dtype that goes with x's (and residual's): one of them, float32 beside half
+    precision, or one of others."""
+    check_tensor(name, tensor)
+    check_device(name, tensor, beside, x)
+    if (expected := misfit(name, tensor)) is not None:
+        raise shape_error(name, expected, tensor)
+    if tensor.dtype is x.dtype:
+        return
+    dtypes = [x.dtype] if residual is None else [x.dtype, residual.dtype]
     with_half = [torch.float32] if any(dtype in HALF for dtype in dtypes) else []
-    return [*dict.fromkeys((*dtypes, *with_half))]
+    allowed = [*dict.fromkeys((*dtypes, *with_half, *others))]
+    if tensor.dtype not in allowed:
+        given = beside if residual is None else f"{beside} and residual"
+        raise RuntimeError(
+            f"expected {name} of dtype {_either(allowed)} beside {given} of "
+            f"{' and '.join(map(name_of, dtypes))}, got {name_of(tensor.dtype)}"
+        )
 
 
-def check_parameters(
-    call: Any, names: Iterable[str], misfit: Callable[[str, Tensor], str | None]
-) -> None:
-    """Raises if a parameter of a call is not dense, or on another device, or of a dtype that does
-    not go with input (and residual), or of another shape: `misfit` says which is expected."""
-    input, residual = call.input, call.residual
-    dtypes = [input.dtype] if residual is None else [input.dtype, residual.dtype]
+def check_parameters(call: Any, names: Iterable[str], misfit: Misfit) -> None:
+    """`check_parameter` of those of a call beside input (and residual), and their eps."""
     for name in names:
-        parameter = getattr(call, name)
-        if parameter is None:
-            continue
-        check_tensor(name, parameter)
-        check_device(name, parameter, "input", input)
-        if (expected := misfit(name, parameter)) is not None:
-            raise shape_error(name, expected, parameter)
-        if parameter.dtype not in dtypes and parameter.dtype not in (allowed := beside(*dtypes)):
-            given = "input" if residual is None else "input and residual"
-            raise dtype_error(name, parameter, allowed, given, dtypes)
+        if (parameter := getattr(call, name)) is not None:
+            check_parameter(name, parameter, "input", call.input, misfit, call.residual)
     weight, bias = call.weight, call.bias
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise RuntimeError(
             "expected weight and bias of one dtype, got "
             f"{name_of(weight.dtype)} and {name_of(bias.dtype)}"
         )
-    check_number("eps", call.eps)
-    if call.eps != call.eps:  # NaN, of a float that Dynamo may trace
+    check_eps(call.eps)
+
+
+def check_eps(eps: Any) -> None:
+    check_number("eps", eps)
+    if eps != eps:  # NaN, of a float that Dynamo may trace
         raise ValueError("expected eps to be a number, got nan")
-
-
-Dtypes = Sequence[torch.dtype]
-
-
-def dtype_error(
-    name: str, tensor: Tensor, allowed: Dtypes, beside: str, others: Dtypes
-) -> RuntimeError:
-    """The error of a tensor that has none of these dtypes, beside tensors of other dtypes."""
-    return RuntimeError(
-        f"expected {name} of dtype {_either([*map(name_of, allowed)])} beside {beside} of "
-        f"{' and '.join(map(name_of, others))}, got {name_of(tensor.dtype)}"
-    )
 
 
 def check_int(name: str, value: Any) -> int:
@@ -151,13 +153,15 @@ def check_finite(name: str, value: Any) -> None:
         raise ValueError(f"expected {name} to be a finite number, got {value}")
 
 
-def check_types(tensors: Iterable[tuple[str, Any]], **numbers: Any) -> None:
-    """Raises where the error of an operator's schema would be worse. A tensor may be None."""
-    for name, tensor in tensors:
-        if tensor is not None and not isinstance(tensor, Tensor):
-            check_tensor(name, tensor)
-    for name, number in numbers.items():
-        check_number(name, number)
+def check_types(family: Any, call: Any, prefix: str = "") -> None:
+    """Raises where the error of an operator's schema would be worse. A user does not know the
+    prefix of a tensor's name."""
+    for name, is_optional in family.tensors:
+        tensor = getattr(call, name)
+        if not (isinstance(tensor, Tensor) or (tensor is None and is_optional)):
+            check_tensor(name.removeprefix(prefix), tensor)
+    for name in family.numbers:
+        check_number("scale" if name == "output_scale" else name, getattr(call, name))
 
 
 def broadcasts(tensor: Tensor, input: Tensor) -> bool:
@@ -176,17 +180,9 @@ _INTS = {int}
 
 
 def normalized_ndim(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    normalized_shape: Any,
-    dim: int | None = None,
-    default: int | None = None,
+    input: Any, weight: Any, bias: Any, normalized_shape: Any, default: int | None = None
 ) -> int:
     """How many dimensions a call normalizes over, by its normalized_shape or else a parameter."""
-    if dim is not None:
-        check_dim(input, weight, bias, dim, normalized_shape)
-        return 1
     if normalized_shape is None:
         name, parameter = ("bias", bias) if weight is None else ("weight", weight)
         if isinstance(parameter, Tensor) and (ndim := parameter.dim()):
@@ -232,24 +228,25 @@ def normalized_ndim(
     return len(shape)
 
 
-def check_dim(input: Any, weight: Any, bias: Any, dim: Any, normalized_shape: Any) -> int:
+def check_dim(call: Any, dim: Any, normalized_shape: Any) -> int:
     """The dimension `dim` of input, counted from the front; raises if a call cannot have it."""
+    input = call.input
     check_tensor("input", input)
     if normalized_shape is not None:
         raise ValueError("expected dim or normalized_shape, got both of them")
     dims = input.dim()
-    if type(dim) is not int:
-        dim = check_int("dim", dim)
+    dim = dim if type(dim) is int else check_int("dim", dim)
     if not -dims <= dim < dims:
         accepted = f"expected dim from {-dims} to {dims - 1}" if dims else "expected no dim"
         raise IndexError(f"{accepted} for input of {dims} dimensions, got {dim}")
-    for name, parameter in (("weight", weight), ("bias", bias)):
+    size = input.shape[dim]
+    for name, parameter in (("weight", call.weight), ("bias", call.bias)):
         if parameter is None:
             continue
         if not isinstance(parameter, Tensor):
             check_tensor(name, parameter)
-        if parameter.dim() != 1 or parameter.shape[0] != input.shape[dim]:
-            expected = f"of shape {[input.shape[dim]]}, the size of dimension {dim} of input"
+        if parameter.dim() != 1 or parameter.shape[0] != size:
+            expected = f"of shape {[size]}, the size of dimension {dim} of input"
             raise shape_error(name, expected, parameter)
     return dim % dims
 
@@ -258,55 +255,42 @@ def check_options(
     activation: Any, scale: Any, out_dtype: Any, activations: Sequence[str] = ACTIVATIONS
 ) -> None:
     """Raises if one of these has a value that the operators do not take."""
-    if activation is not None and activation not in activations:
-        known = _either([repr(known) for known in activations])
-        raise ValueError(f"expected activation None, {known}, got {activation!r}")
+    check_choice("activation", activation, (None, *activations))
     check_finite("scale", scale)
-    if out_dtype is not None and out_dtype not in DTYPES:
-        name = name_of(out_dtype) if isinstance(out_dtype, torch.dtype) else repr(out_dtype)
-        raise ValueError(f"expected out_dtype {_DTYPE_NAMES}, got {name}")
+    if out_dtype is not None:
+        check_choice("out_dtype", out_dtype, DTYPES)
 
 
 def check_statistic(statistic: Any, weight_offset: Any, weight: Tensor | None) -> None:
     """Raises if one of the options that choose the norm has a value that operators do not take."""
-    if statistic not in STATISTICS:
-        raise ValueError(
-            f"expected statistic {_either(list(map(repr, STATISTICS)))}, got {statistic!r}"
-        )
+    check_choice("statistic", statistic, STATISTICS)
     check_finite("weight_offset", weight_offset)
     if weight is None and isinstance(weight_offset, (int, float)) and weight_offset != 0:
         raise ValueError(f"expected a weight beside weight_offset {weight_offset}, got none")
 
 
-def check_num_groups(num_groups: Any) -> int:
-    groups = check_int("num_groups", num_groups)
-    if groups < 1:
-        raise RuntimeError(f"expected num_groups of at least 1, got {groups}")
-    return groups
+def check_count(name: str, value: Any, error: type[Exception] = ValueError) -> int:
+    count = check_int(name, value)
+    if count < 1:
+        raise error(f"expected {name} of at least 1, got {count}")
+    return count
 
 
 def check_group_size(group_size: Any, columns: Any) -> int:
     """The group size as an int; raises if columns are not so many groups. 0 is all of them."""
     if group_size is None:
         return 0
-    size = check_int("group_size", group_size)
-    if size < 1:
-        raise ValueError(f"expected group_size of at least 1, got {size}")
+    size = check_count("group_size", group_size)
     if columns is not None and columns % size != 0:
         raise ValueError(f"expected group_size that divides the {columns} columns, got {size}")
     return size
-
-
-def check_gate_activation(activation: Any) -> None:
-    if activation not in GATES:
-        raise ValueError(f"expected gate_activation 'silu' or 'sigmoid', got {activation!r}")
 
 
 def check_group_norm(a: Any) -> None:
     """Raises, with one sentence, if the operators of group_norm cannot take a call."""
     input = a.input
     check_tensor("input", input)
-    check_num_groups(a.num_groups)
+    check_count("num_groups", a.num_groups, RuntimeError)
     if input.dim() < 2:
         raise shape_error("input", "of at least two dimensions, (samples, channels, ...)", input)
     channels = input.shape[1]
@@ -364,7 +348,7 @@ def check(a: Any) -> None:
     check_options(a.activation, a.output_scale, a.out_dtype)
     check_statistic(a.statistic, a.weight_offset, weight)
     if is_gated:
-        check_gate_activation(a.gate_activation)
+        check_choice("gate_activation", a.gate_activation, GATES)
         check_group_size(a.group_size or None, input.shape[-1])
 
     if input.device.type == "cuda":

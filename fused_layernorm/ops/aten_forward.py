@@ -17,19 +17,19 @@ import functools
 
 from torch._ops import OpOverload
 
-from . import autocast, family, gated, load
+from . import autograd, family, load
 from .family import Family
-from .operators import FORWARD
+from .operators import FORWARD, RMS_NORM_GATED
 
 
 def _define(of: Family) -> OpOverload:
     defined = load.define_like(of.name, "aten_")
     whole = functools.partial(family.autograd_of(of, of.plain), None)
     load.library.impl(defined._opname, whole, "CompositeImplicitAutograd")
-    autocast.register(defined, of.Call)
+    autograd.register_autocast(defined, of.Call)
     return defined
 
 
 # From each operator to its variant, and back.
-VARIANTS = {of.plain: _define(of) for of in (*FORWARD, gated.FAMILY)}
+VARIANTS = {of.plain: _define(of) for of in (*FORWARD, RMS_NORM_GATED)}
 KERNELS = {variant: operator for operator, variant in VARIANTS.items()}

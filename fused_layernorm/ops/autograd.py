@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives, in Python: what implementations for the Autograd dispatch keys are made of.
+"""Derivatives and autocast, in Python: what implementations for their dispatch keys are made of.
 
 The first order runs on the operators: a forward pass that needs gradients on the operator that
 gives statistics, its backward pass on a backward operator (family.py, heads.py). A backward
@@ -20,7 +20,8 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from . import arguments, formulas
+from . import arguments, formulas, load
+from .arguments import HALF
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _after_autograd = torch._C._after_autograd_keyset
@@ -54,9 +55,8 @@ def in_forward_mode() -> bool:
 def apply(function: Any, *args: Any) -> Any:
     """function.apply of a Function, also while torch.func's transforms are active.
 
-    torch.autograd.Function handles the transforms by itself, its base class does not. The
-    dispatcher has handled them before it calls the implementations below, as it does for PyTorch's
-    own operators, so the function sees the tensors of one level.
+    The dispatcher has handled them before it calls the implementations below, as it does for
+    PyTorch's own operators, so the function sees the tensors of one level.
     """
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -68,11 +68,9 @@ def apply(function: Any, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def lower_levels() -> Iterator[None]:
-    """The context in which an autograd function's forward calls an operator.
-
-    PyTorch switches differentiation off in an autograd function's forward, also for the lower
-    levels of torch.func's transforms, which may need a graph. This context switches it on again.
-    """
+    """The context in which an autograd function's forward calls an operator: PyTorch switches
+    differentiation off there, also for the lower levels of torch.func's transforms, which may need
+    a graph."""
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), _below_autograd():
         yield
 
@@ -143,6 +141,45 @@ def derivatives(
         return torch.autograd.grad(ys, leaves, gs, **how)
 
 
+def complete(b: Any) -> Any:
+    """A backward call with a stand-in for each tensor whose gradient is asked for, though forward,
+    which does not need the values, has not kept it: parameters of norms over rows, and qkv of a
+    rotation alone."""
+    if "qkv" in b._fields and b.qkv is None:
+        some: Tensor = next(dy for dy in b.grads if dy is not None)
+        return b._replace(qkv=some.new_empty_strided(b.size, b.stride).zero_())
+    if "normalized_ndim" not in b._fields:
+        return b
+    shape = b.x.shape[b.x.dim() - b.normalized_ndim :]
+    dtype = missing_dtype(b)
+    if b.weight is None and b.needs_dweight:
+        b = b._replace(weight=b.x.new_ones(shape, dtype=dtype))
+    if b.bias is None and b.needs_dbias:
+        b = b._replace(bias=b.x.new_zeros(shape, dtype=dtype))
+    return b
+
+
+def missing_dtype(b: Any) -> torch.dtype:
+    """The dtype of the gradient of a weight or bias that is not there."""
+    given = [p.dtype for p in (b.weight, b.bias) if p is not None]
+    return given[0] if given and "normalized_ndim" in b._fields else b.x.dtype
+
+
+def results(b: Any, found: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """What a backward operator gives: the gradients that are needed, and else empty tensors."""
+    x = b.x if "x" in b._fields else next(dy for dy in b.grads if dy is not None)
+
+    def dtype_of(name: str) -> torch.dtype:
+        tensor = getattr(b, name)
+        missing = missing_dtype(b) if name in ("weight", "bias") else x.dtype
+        return missing if tensor is None else tensor.dtype
+
+    return tuple(
+        found[name].to(dtype_of(name)) if name in found else x.new_empty(0, dtype=dtype_of(name))
+        for name in b.differentiated
+    )
+
+
 def keep(ctx: Any, values: dict[str, Any]) -> None:
     """Saves values, tensors or others, for the backward pass."""
     ctx.names = [name for name, value in values.items() if isinstance(value, Tensor)]
@@ -203,3 +240,42 @@ def backward_autograd(operator: OpOverload, gradients: Any) -> Callable[..., Any
         return redispatch(operator, keyset, *args)
 
     return implementation
+
+
+# ---- Autocast. PyTorch's runs layer_norm in float32 on every device but the CPU, where it does not
+# ---- affect it. The kernels compute in float32 anyway, so only the output becomes float32.
+
+# PyTorch's autocast runs rms_norm in float32 from this release on; before, it does not change it.
+RMS_NORM_IN_FLOAT32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+_KEYS = [name for name in torch._C.DispatchKey.__members__ if name.startswith("Autocast")]
+AUTOCAST_KEYS = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEYS[0]))
+for _name in _KEYS[1:]:
+    AUTOCAST_KEYS = AUTOCAST_KEYS | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name))
+
+
+def under_autocast(a: Any) -> Any:
+    """A call of any family as autocast makes it."""
+    dtype, changes = a.input.dtype, {}
+    in_float32 = not a.is_rms or RMS_NORM_IN_FLOAT32
+    if in_float32 and a.out_dtype is None and not a.input.is_cpu and dtype in HALF:
+        changes["out_dtype"] = torch.float32
+    names = ("shift", "scale") if "gate_first" in a._fields else ("gate", "shift", "scale")
+    cast = {n: t for n in names if (t := getattr(a, n)) is not None and t.dtype != dtype}
+    parameters = {n: p for n in ("weight", "bias") if (p := getattr(a, n)) is not None}
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    if len(dtypes) == 2 or any(one in HALF and one != dtype for one in dtypes):
+        cast |= parameters
+    halves = {name: tensor.float() for name, tensor in cast.items() if tensor.dtype in HALF}
+    return a._replace(**changes, **halves)
+
+
+def register_autocast(operator: OpOverload, Call: Any) -> None:
+    """Registers for the Autocast keys that the operator is called again, as autocast makes it."""
+
+    def implementation(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
+            return operator(*under_autocast(Call(*args)))
+
+    for key in _KEYS:
+        load.library.impl(operator._opname, implementation, key)

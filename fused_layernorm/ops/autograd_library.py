@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which autograd the operators have: csrc/per_torch's, or Python's (autograd.py, autocast.py).
+"""Which autograd the operators have: csrc/per_torch's, or Python's (autograd.py).
 
 A library of csrc/per_torch is bound to the C++ interface of one minor version of torch, so one is
 compiled for each known version. The library for the running torch is loaded where there is one.
@@ -70,9 +70,7 @@ def load() -> bool:
         return False
     try:
         torch.ops.load_library(path)
-    except (
-        OSError
-    ) as error:  # the loader found a symbol missing, before any code of the library ran
+    except OSError as error:  # a symbol is missing, and no code of the library has run
         reason = f"{path.name} does not load: {error}"
         warnings.warn(f"fused_layernorm takes Python's autograd: {reason}", stacklevel=2)
         return False

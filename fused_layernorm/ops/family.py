@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 
-from . import arguments, autocast, autograd, fallback, formulas, load
-from .formulas import acc_dtype, complete, like, results
+from . import arguments, autograd, formulas, load
+from .autograd import complete, results
+from .formulas import acc_dtype, like
 from .vmap import vmap_of
 
 Outputs = tuple[Tensor, ...]
@@ -28,36 +30,35 @@ _is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: 
 class Family:
     """Forward operators, and what is known of them.
 
-    Arguments come in the order of the schemas. y comes first of the outputs, mean and rstd last;
-    between them an operator that takes a residual has the sum, which is what it normalizes.
+    y comes first of the outputs, mean and rstd last; between them an operator that takes a residual
+    has the sum, which is what it normalizes.
     """
 
     folds = False  # whether a batch of vmap belongs to the first dimension, or precedes it
-    keeps_order = False  # whether y and dx have it, whatever a call says
     node: Any  # the autograd function of the forward operators
 
     def __init__(
-        self,
-        name: str,
-        check: Callable[[Any], None],
-        formula: Callable[..., Outputs],
-        backward: OpOverload,
-        gated_backward: OpOverload | None = None,
-    ) -> None:
+        self, name: str, check: Callable[[Any], None], formula: Callable[..., Outputs],
+        backward: OpOverload | None = None, gated_backward: OpOverload | None = None,
+    ) -> None:  # fmt: skip
         """
-        Args:
-            formula: what NAME_forward (else NAME) gives of a call, and what is differentiated of a
-                call of the backward operator: that of which it has gradients, in their order. With
-                once=True it is not to be differentiated twice.
-            backward: of a call without a gate to be summed.
-            gated_backward: of a call with one.
+        formula: what NAME_forward (else NAME) gives of a call, and what is differentiated of a call
+        of the backward operator: that of which it has gradients, in their order; with once=True it
+        is not to be differentiated twice. backward: by default NAME_backward. gated_backward: of a
+        call with a gate to be summed.
         """
         self.name, self.check, self.formula = name, check, formula
-        self.backward, self.gated_backward = backward, gated_backward
+        self.backward = backward or getattr(load.operators, f"{name}_backward").default
+        self.gated_backward = gated_backward
         self.plain: OpOverload = getattr(load.operators, name).default
         forward = getattr(load.operators, f"{name}_forward", None)
         self.forward: OpOverload | None = forward and forward.default
         self.Call, self.fields = formulas.call_of(self.plain), formulas.fields_of(self.plain)
+        # What arguments.check_types asks about: the tensors, and whether each is optional.
+        schema = zip(self.fields, self.plain._schema.arguments, strict=True)
+        types = {name: str(argument.type) for name, argument in schema}
+        self.tensors = tuple((n, kind != "Tensor") for n, kind in types.items() if "Tensor" in kind)
+        self.numbers = tuple(n for n, kind in types.items() if kind == "float")
 
     def statistics(self, a: Any) -> Any:
         """The shape of the statistics of a call."""
@@ -65,7 +66,7 @@ class Family:
         return (*a.input.shape[: a.input.dim() - ndim], *[1] * ndim)
 
     def call(self, a: Any) -> Any:
-        """Calls NAME. `_op` skips OpOverload.__call__, which costs half a microsecond."""
+        """Calls NAME, without OpOverload.__call__, which costs half a microsecond."""
         return self.plain._op(*a)
 
     def without_statistics(self, found: Outputs) -> Any:
@@ -102,14 +103,22 @@ class Family:
         return self.empty(a)
 
     def computed(self, a: Any) -> Outputs:
-        """What the formula gives of a call that was checked, not to be differentiated twice."""
-        return formulas.computed(self.formula, a, self.keeps_order or a.keeps_order)
+        """What the formula gives of a call that was checked, not to be differentiated a second
+        time: y contiguous, or in the strides of torch.empty_like(input)."""
+        y, *others = self.formula(a, once=True)
+        if not a.keeps_order:
+            y = y.contiguous()
+        else:
+            ordered = torch.empty_like(a.input, dtype=y.dtype)
+            y = y if y.stride() == ordered.stride() else ordered.copy_(y)
+        return y, *others
 
     def empty(self, a: Any) -> Outputs:
         """The results of a call without data."""
-        x, of_rows, acc = a.input, self.statistics(a), acc_dtype(a.x_dtype)
+        x, of_rows = a.input, self.statistics(a)
+        acc = acc_dtype((x if a.residual is None else a.residual).dtype)
         return (
-            like(x, a.y_dtype, self.keeps_order or a.keeps_order),
+            like(x, a.y_dtype, a.keeps_order),
             *([] if a.residual is None else [x.new_empty(x.shape, dtype=a.residual.dtype)]),
             x.new_empty((0,) if a.is_rms else of_rows, dtype=acc),
             x.new_empty(of_rows, dtype=acc),
@@ -117,8 +126,7 @@ class Family:
 
     def order_of(self, b: Any, name: str) -> Tensor | None:
         """The gradient of a tensor of a backward call without data, or None if it is contiguous."""
-        in_order = name == "x" and (self.keeps_order or b.keeps_order)
-        return like(b.x, b.x.dtype, True) if in_order else None
+        return like(b.x, b.x.dtype, True) if name == "x" and b.keeps_order else None
 
     def in_onnx(self, a: Any, is_tracing: bool) -> Any:
         """A call that was checked in the operators that torch.onnx.export translates, with its
@@ -158,7 +166,10 @@ def gradients(operator: OpOverload, formula: Callable[..., Outputs]) -> Callable
 
     def implementation(*args: Any) -> Outputs:
         b = complete(Call(*args))
-        wanted, once = b.wanted, formulas.is_once()
+        wanted = b.wanted
+        # Whether no mode or transform differentiates what is found.
+        in_transform = torch._C._are_functorch_transforms_active()
+        once = not (torch.is_grad_enabled() or in_transform or forward_ad._current_level >= 0)
         if not wanted:
             return results(b, {})
 
@@ -180,7 +191,9 @@ def without_kernel(operator: OpOverload, family: Family) -> Callable[..., Output
 
     def laid(*args: Any) -> Outputs:
         b = Call(*args)
-        arguments.check_tensors(b)
+        for name, value in b._asdict().items():
+            if isinstance(value, Tensor):
+                arguments.check_tensor(name, value)
         with torch.no_grad():
             found = implementation(*args)
         given = [dy for dy in b.grads if dy is not None]
@@ -278,12 +291,8 @@ class Forward(autograd.Function):
             if "dresidual" in Call._fields:
                 given["dresidual"] = dresidual
             found = autograd.call_operator(ctx.operator, *Call(**given))
-            of_flags = zip(flags.items(), found, strict=True)
-            gradients |= {
-                name.removeprefix("needs_d"): gradient
-                for (name, needed), gradient in of_flags
-                if needed
-            }
+            named = zip(Call.differentiated, found, strict=True)
+            gradients |= {name: gradient for name, gradient in named if flags[f"needs_d{name}"]}
         gradients["residual"] = gradients.get("x")
         of_input = gradients.get("input" if is_gated else "x")
         gradients["input"] = None if of_input is None else of_input.to(ctx.input_dtype)
@@ -292,15 +301,11 @@ class Forward(autograd.Function):
 
 
 def _unread(family: Family, a: Any, needs: Any) -> list[str]:
-    """The tensors whose values backward does not read.
-
-    They are not saved, as PyTorch's functions do not save them: autograd refuses parameters that
-    were made in inference mode.
-    """
-    activates = getattr(a, "activation", None) is not None
-    reads_z = activates or hasattr(a, "gate_activation") or getattr(needs, "scale", False)
-    reads_weight = reads_z or needs.input or getattr(needs, "residual", False)
-    reads_weight = reads_weight or getattr(needs, "gate", False)
+    """The tensors whose values backward does not read. They are not saved, as PyTorch's functions
+    do not: autograd refuses parameters that were made in inference mode."""
+    activates = a.activation is not None
+    reads_z = activates or "gate_activation" in a._fields or needs.scale
+    reads_weight = reads_z or needs.input or needs.residual or needs.gate
     unread = [] if reads_weight else ["weight"]
     # Backward operators of rows alone give a gradient to what is missing (formulas.complete).
     if not reads_z and a.weight is not None and "normalized_ndim" in a._fields:
@@ -343,9 +348,9 @@ def implement_backward(
     operator: OpOverload, by_formula: Callable[..., Outputs], of: Family
 ) -> None:
     """Registers a backward operator for every device, without data, and for vmap, which calls its
-    formula for CUDA (fallback.py); and that formula."""
+    formula for CUDA (load.py); and that formula."""
     GRADIENTS[operator] = by_formula
-    formula = fallback.implement(operator, without_kernel(operator, of))
+    formula = load.implement(operator, without_kernel(operator, of))
     for one in (operator, formula):
         torch.library.register_fake(one, fake_backward(operator, of))
         torch.library.register_vmap(one, of.vmap(operator, formula, always=one is formula))
@@ -358,7 +363,7 @@ def implement_forward(family: Family) -> None:
     FAMILIES.append(family)
     fakes, by_formula = family.each(family.fake), family.each(family.by_formula)
     for operator, implementation in family.each(family.composite).items():
-        fallback.implement(operator, implementation)
+        load.implement(operator, implementation)
         torch.library.register_fake(operator, fakes[operator])
         torch.library.register_vmap(operator, family.vmap(operator, by_formula[operator]))
 
@@ -371,11 +376,9 @@ def implement(family: Family) -> None:
 
 
 def register() -> None:
-    """Autograd and autocast: of the operators, or of what csrc/per_torch's autograd calls.
-
-    Where that has an operator, it calls one named _differentiable_... for a derivative of a
-    backward operator, and in forward mode.
-    """
+    """Autograd and autocast: of the operators, or where csrc/per_torch has one's autograd, of the
+    operator _differentiable_... that it calls for a derivative of a backward operator, and in
+    forward mode."""
     implementations = {one: autograd_of(of, one) for of in FAMILIES for one in of.each(of.formula)}
     implementations |= {one: autograd.backward_autograd(one, GRADIENTS[one]) for one in GRADIENTS}
     for operator, implementation in (implementations | AUTOGRAD).items():
@@ -386,7 +389,7 @@ def register() -> None:
     for family in FAMILIES:
         for operator in family.each(family.formula) if family.forward else ():
             if not _is_in_library(operator, "AutocastCUDA"):
-                autocast.register(operator, family.Call)
+                autograd.register_autocast(operator, family.Call)
 
 
 def _is_in_library(operator: OpOverload, key: str) -> bool:

@@ -12,6 +12,7 @@ wrong. Where nothing is differentiated twice it serves.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections import namedtuple
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides
-from torch.autograd import forward_ad
 
 from . import load
 
@@ -85,11 +85,6 @@ class Record:
         return self.round_before_weight and self.weight is not None
 
     @property
-    def x_dtype(self) -> torch.dtype:
-        """The dtype of what is normalized: the residual stream's, where there is one."""
-        return self.input.dtype if self.residual is None else self.residual.dtype
-
-    @property
     def y_dtype(self) -> torch.dtype:
         return self.out_dtype or self.input.dtype
 
@@ -135,16 +130,12 @@ def call_of(operator: torch._ops.OpOverload) -> Any:
 _warned = False
 
 
-def _has_kernels() -> bool:
-    """Whether CUDA tensors come here only in calls that no kernel takes."""
-    name = load.layer_norm._schema.name
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
-
-
 def warn_of_cuda(x: Tensor) -> None:
-    """Warns once in a process where PyTorch's operators serve CUDA, too."""
+    """Warns once in a process where PyTorch's operators serve CUDA, too. Where there are kernels,
+    CUDA tensors come here only in calls that none takes."""
     global _warned
-    if x.is_cuda and not _warned and not _has_kernels():
+    name = load.layer_norm._schema.name
+    if not _warned and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
         _warned = True
         reason = load.operators._driver_problem() or (
             "this build of fused_layernorm has no CUDA kernels: CUDA tensors take PyTorch's own "
@@ -162,24 +153,19 @@ def to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
+_ACTIVATIONS: dict[str, Any] = {
+    "gelu": _aten.gelu,
+    "gelu_tanh": functools.partial(_aten.gelu, approximate="tanh"),
+    "silu": _aten.silu,
+    "relu": _aten.relu,
+    "leaky_relu": _aten.leaky_relu,
+    "sigmoid": _aten.sigmoid,  # of a gate
+}
+
+
 def activate(z: Tensor, activation: str | None) -> Tensor:
     """activation(z)."""
-    match activation:
-        case None:
-            return z
-        case "gelu":
-            return _aten.gelu(z)
-        case "gelu_tanh":
-            return _aten.gelu(z, approximate="tanh")
-        case "silu":
-            return _aten.silu(z)
-        case "relu":
-            return _aten.relu(z)
-        case "leaky_relu":
-            return _aten.leaky_relu(z)
-        case "sigmoid":  # of a gate
-            return _aten.sigmoid(z)
-    raise ValueError(activation)
+    return z if activation is None else _ACTIVATIONS[activation](z)
 
 
 def shifted(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor | None:
@@ -236,18 +222,6 @@ def like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
     return x.new_empty_strided(x.shape, compute_elementwise_output_strides(x), dtype=dtype)
 
 
-def computed(formula: Any, a: Any, keeps_order: bool) -> tuple[Tensor, ...]:
-    """What a formula gives of a call that was checked, not to be differentiated a second time: y
-    contiguous, or with keeps_order in the strides of torch.empty_like(input)."""
-    y, *others = formula(a, once=True)
-    if not keeps_order:
-        y = y.contiguous()
-    else:
-        ordered = torch.empty_like(a.input, dtype=y.dtype)
-        y = y if y.stride() == ordered.stride() else ordered.copy_(y)
-    return y, *others
-
-
 class _Xhat(torch.autograd.Function):
     """xhat of rows whose mean and rstd are known, to be differentiated once: by fewer operators."""
 
@@ -272,12 +246,6 @@ class _Xhat(torch.autograd.Function):
         rstd = rstd.contiguous()
         of_rows = (*rows, torch.zeros_like(rstd), rstd, None, None, [True, False, False])
         return _aten.native_layer_norm_backward(*of_rows)[0], None, None, None
-
-
-def is_once() -> bool:
-    """Whether gradients that are taken now are not differentiated, by no mode or transform."""
-    in_transform = torch._C._are_functorch_transforms_active()
-    return not (torch.is_grad_enabled() or in_transform or forward_ad._current_level >= 0)
 
 
 def normalized(a: Any, x: Tensor, ndim: int, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,8 +274,13 @@ def normalized(a: Any, x: Tensor, ndim: int, once: bool = False) -> tuple[Tensor
     return mean, centered * rstd, rstd
 
 
-def of_rows(a: Any, x: Tensor, once: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd) of what is normalized."""
+def rows(a: Any, once: bool = False) -> tuple[Tensor, ...]:
+    """What the forward operators of rows give: y, with a residual residual_out, mean and rstd; of a
+    backward operator's call y, and what was normalized."""
+    if is_backward(a):
+        x = a.x.to(acc_dtype(a.x.dtype))
+    else:
+        x = a.input if a.residual is None else add(a.input, a.residual, a.gate)
     ndim, acc = a.normalized_ndim, acc_dtype(x.dtype)
     wide, weight, bias = x.to(acc), shifted(a.weight, a.weight_offset, acc), to(a.bias, acc)
     # PyTorch's layer_norm would read a contiguous copy of x.
@@ -318,20 +291,67 @@ def of_rows(a: Any, x: Tensor, once: bool) -> tuple[Tensor, Tensor, Tensor]:
     else:
         shape = x.shape[x.dim() - ndim :]
         z, mean, rstd = _aten.native_layer_norm(wide.contiguous(), shape, weight, bias, a.eps)
-    return epilogue(a, z, to(a.shift, acc), to(a.scale, acc)), mean, rstd
-
-
-def rows(a: Any, once: bool = False) -> tuple[Tensor, ...]:
-    """What the forward operators of rows give: y, with a residual residual_out, mean and rstd; of a
-    backward operator's call y, and what was normalized."""
+    y = epilogue(a, z, to(a.shift, acc), to(a.scale, acc))
     if is_backward(a):
-        x = a.x.to(acc_dtype(a.x.dtype))
-        return of_rows(a, x, once)[0], x
-    if a.residual is None:
-        return of_rows(a, a.input, once)
-    residual_out = add(a.input, a.residual, a.gate)
-    y, *statistics = of_rows(a, residual_out, once)
-    return y, residual_out, *statistics
+        return y, x
+    return (y, mean, rstd) if a.residual is None else (y, x, mean, rstd)
+
+
+def _of_channels(parameter: Tensor | None, x: Tensor) -> Tensor | None:
+    """A parameter of channels, or of channels of samples, that broadcasts to x, in its dtype."""
+    if parameter is None:
+        return None
+    shape = parameter.shape[:2] if parameter.dim() > 1 else (1, *parameter.shape)
+    return parameter.to(x.dtype).reshape(*shape, *[1] * (x.dim() - 2))
+
+
+def group_epilogue(a: Any, z: Tensor) -> Tensor:
+    """The modulation of z and what follows it, in y's dtype."""
+    return epilogue(a, z, *(_of_channels(each, z) for each in (a.shift, a.scale)))
+
+
+def groups(a: Any, once: bool = False) -> tuple[Tensor, ...]:
+    """What group_norm_forward gives, or what its backward operator differentiates."""
+    input = a.x if is_backward(a) else a.input
+    count, acc = a.num_groups, acc_dtype(input.dtype)
+    if once and not is_backward(a):
+        if input.numel() == 0:
+            mean = input.new_zeros(input.shape[0], count, dtype=acc)
+            y = torch.empty_like(input, dtype=a.y_dtype)
+            return y, mean, torch.full_like(mean, torch.nan)  # as PyTorch has it
+        # PyTorch's own. In other orders of memory it takes E[x^2] - E[x]^2 for the variance, and
+        # x rstd - mean rstd for xhat, which loses digits where x is the mean.
+        if input.is_cpu and input.is_contiguous() and input.numel() > 2 * len(input) * count:
+            sizes = (*input.shape[:2], math.prod(input.shape[2:]))
+            # The native operator reads parameters as if they were contiguous.
+            weight, bias = (p if p is None else p.to(acc).contiguous() for p in (a.weight, a.bias))
+            given = (input.to(acc), weight, bias, *sizes, count, a.eps)
+            z, mean, rstd = _aten.native_group_norm(*given)
+            return group_epilogue(a, z), mean, rstd
+    x = input.to(acc).unflatten(1, (count, input.shape[1] // count))
+    mean, xhat, rstd = normalized(a, x, x.dim() - 2, once)
+    xhat = xhat.flatten(1, 2)
+    weight, bias = (_of_channels(each, xhat) for each in (a.weight, a.bias))
+    y = group_epilogue(a, affine(xhat, weight, bias))
+    return (y,) if is_backward(a) else (y, mean.flatten(1), rstd.flatten(1))
+
+
+def gated(a: Any, once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """What rms_norm_gated_forward gives, or what its backward operator differentiates."""
+    input = a.x if is_backward(a) else a.input
+    dtype, weight, acc = input.dtype, a.weight, acc_dtype(input.dtype)
+    x, factor = input.to(acc), activate(a.gate.to(acc), a.gate_activation)
+    u, size = x * factor if a.gate_first else x, a.group_size or x.shape[-1]
+    u = u.reshape(*u.shape[:-1], u.shape[-1] // size if size else 1, size)
+    mean, xhat, rstd = normalized(a, u, 1, once)
+    z = xhat.flatten(-2)
+    if a.rounds_xhat:
+        z = z.to(dtype).to(acc)
+    z = affine(z, shifted(weight, a.weight_offset, acc), to(a.bias, acc))
+    if a.rounds_xhat:
+        z = z.to(torch.promote_types(dtype, weight.dtype)).to(acc)
+    y = z if a.gate_first else z * factor
+    return epilogue(a, y, None, None), mean, rstd.squeeze(-1)
 
 
 def norm_of(a: Any, x: Tensor) -> Tensor:
@@ -340,42 +360,3 @@ def norm_of(a: Any, x: Tensor) -> Tensor:
     if a.is_rms:
         return torch.rms_norm(x, shape, a.weight, a.eps)
     return torch.layer_norm(x, shape, a.weight, a.bias, a.eps)
-
-
-def complete(b: Any) -> Any:
-    """A backward call with a stand-in for each tensor whose gradient is asked for, though forward,
-    which does not need the values, has not kept it: parameters of norms over rows, and qkv of a
-    rotation alone."""
-    if "qkv" in b._fields and b.qkv is None:
-        some: Tensor = next(dy for dy in b.grads if dy is not None)
-        return b._replace(qkv=some.new_empty_strided(b.size, b.stride).zero_())
-    if "normalized_ndim" not in b._fields:
-        return b
-    shape = b.x.shape[b.x.dim() - b.normalized_ndim :]
-    dtype = missing_dtype(b)
-    if b.weight is None and b.needs_dweight:
-        b = b._replace(weight=b.x.new_ones(shape, dtype=dtype))
-    if b.bias is None and b.needs_dbias:
-        b = b._replace(bias=b.x.new_zeros(shape, dtype=dtype))
-    return b
-
-
-def missing_dtype(b: Any) -> torch.dtype:
-    """The dtype of the gradient of a weight or bias that is not there."""
-    given = [p.dtype for p in (b.weight, b.bias) if p is not None]
-    return given[0] if given and "normalized_ndim" in b._fields else b.x.dtype
-
-
-def results(b: Any, found: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """What a backward operator gives: the gradients that are needed, and else empty tensors."""
-    x = b.x if "x" in b._fields else next(dy for dy in b.grads if dy is not None)
-
-    def dtype_of(name: str) -> torch.dtype:
-        tensor = getattr(b, name)
-        missing = missing_dtype(b) if name in ("weight", "bias") else x.dtype
-        return missing if tensor is None else tensor.dtype
-
-    return tuple(
-        found[name].to(dtype_of(name)) if name in found else x.new_empty(0, dtype=dtype_of(name))
-        for name in b.differentiated
-    )

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norm and rotation of heads: the operators qk_norm_rope and qk_norm_rope_backward.
 
-q and k are (batch, positions, heads, columns), or (batch, heads, positions, columns) with
-seq_dim=2. Each row, the last dimension, is normalized and rotated; csrc/bindings/schemas.cpp
-says what the operators give.
+csrc/bindings/schemas.cpp says what the operators take and give.
 
 A rotation is linear and its transpose is the reverse rotation, so a rotation alone (statistic None)
 is differentiated by the forward operator itself, any number of times. The norm's gradients come
@@ -24,9 +22,8 @@ from . import arguments, autograd, load
 from .arguments import name_of
 from .family import Family, implement
 from .formulas import acc_dtype, affine, call_of, normalized, shifted, to
-from .vmap import folded, one_by_one, to_front
+from .vmap import folded, one_by_one
 
-STATISTICS = (*arguments.STATISTICS, None)
 MOST_KERNEL_COLS = load.operators._limit("head_cols")
 
 qk_norm_rope = load.operators.qk_norm_rope.default
@@ -103,16 +100,6 @@ def rotate(a: Any, z: Tensor) -> Tensor:
     return found if a.rotary_dim == z.shape[-1] else torch.cat((found, z[..., a.rotary_dim :]), -1)
 
 
-def _normalize(a: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """The norm's result of one of q and k, in the arithmetic's dtype."""
-    acc = acc_dtype(x.dtype)
-    xhat = normalized(a, x.to(acc), 1)[1]
-    rounds = a.round_before_weight and weight is not None
-    z = xhat.to(x.dtype).to(acc) if rounds else xhat
-    z = affine(z, shifted(weight, a.weight_offset, acc), to(bias, acc))
-    return z.to(x.dtype).to(acc) if rounds else z
-
-
 def has_rows(x: Tensor) -> bool:
     """Whether rows are contiguous, and no two of them in one place."""
     return x.stride(3) == 1 and all(x.shape[d] <= 1 or x.stride(d) != 0 for d in range(3))
@@ -130,9 +117,14 @@ def formula(a: Any, once: bool = False) -> tuple[Tensor, ...]:
     without k, q's alone. Backward has no rounding of xhat: it counts as the identity."""
     found = []
     for _, x, weight, bias in sides(a):
-        z = x.to(acc_dtype(x.dtype))
+        acc = acc_dtype(x.dtype)
+        z = x.to(acc)
         if a.statistic is not None:
-            z = _normalize(a, x, weight, bias)
+            rounds = a.round_before_weight and weight is not None
+            xhat = normalized(a, z, 1)[1]
+            xhat = xhat.to(x.dtype).to(acc) if rounds else xhat
+            z = affine(xhat, shifted(weight, a.weight_offset, acc), to(bias, acc))
+            z = z.to(x.dtype).to(acc) if rounds else z
         found.append(rotate(a, z).to(x.dtype))
     return tuple(found)
 
@@ -165,80 +157,75 @@ class Heads(Family):
     def vmap(self, operator: OpOverload, formula: Any, always: bool = False) -> Any:
         return _vmap if operator is qk_norm_rope else functools.partial(one_by_one, operator)
 
-
-class _Forward(autograd.Function):
-    """q_out and k_out of qk_norm_rope; without k, q_out alone."""
-
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, family: Family, *args: Any) -> Any:
-        a = HeadArguments(*args)
-        with autograd.lower_levels():
-            found = autograd.redispatch(qk_norm_rope, keyset, *a)
-        ctx.set_materialize_grads(False)
-        # A rotation alone needs neither q nor k for its backward.
-        tensors = a[:6] if a.statistic is not None else (None,) * 6
-        ctx.save_for_backward(*tensors, a.cos, a.sin)
-        ctx.options = a[8:]
+    def results(self, ctx: Any, a: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What autograd's node gives of what the operator gives."""
         return found if a.k is not None else found[:1]
 
-    @staticmethod
-    def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None = None) -> Any:
-        a: Any = HeadArguments(*ctx.saved_tensors, *ctx.options)
-        needs: Any = HeadArguments(*ctx.needs_input_grad[2:])
+    def gradients(self, ctx: Any, a: Any, grads: Any, flags: Any) -> dict[Any, Any]:
+        """The gradients of a call's tensors by their names, for those at the node's results."""
         # A side without a gradient is left out: where q has none, k takes its place.
-        present = [side for side, dy in enumerate((dq, dk)) if dy is not None]
-        if not present:
-            return (None,) * (2 + len(needs))
+        present = [side for side, dy in enumerate(grads) if dy is not None]
 
         def of(pair: Any) -> Any:
             return (*(pair[side] for side in present), None)[:2]
 
-        of_q, of_k = of((dq, dk))
+        dq, dk = of(grads)
         if a.statistic is None:
-            call = a._replace(q=of_q, k=of_k, inverse=not a.inverse)
-            found = (*autograd.call_operator(qk_norm_rope, *call), None, None, None, None)
+            call = a._replace(q=dq, k=dk, inverse=not a.inverse)
+            found = autograd.call_operator(qk_norm_rope, *call)
         else:
-            a = HeadArguments(*of(a[0:2]), *of(a[2:4]), *of(a[4:6]), *a[6:])
+            tensors = *of(a[0:2]), *of(a[2:4]), *of(a[4:6])
+            call = (dq, dk, *tensors, *a[6:13], *a[14:], *flags)  # all but the rounding
+            found = autograd.call_operator(qk_norm_rope_backward, *call)
+        names = *of(("q", "k")), *of(("q_weight", "k_weight")), *of(("q_bias", "k_bias"))
+        return dict(zip(names, found, strict=False))
+
+
+class Node(autograd.Function):
+    """What a call gives: q's result, k's where it is there, of a packed one also v."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, family: Any, *args: Any) -> Any:
+        a, operator = family.Call(*args), family.plain
+        with autograd.lower_levels():
+            found = autograd.redispatch(operator, keyset, *args) if keyset else operator(*args)
+        ctx.set_materialize_grads(False)
+        # A rotation alone does not need what it rotates for its backward.
+        cos = a._fields.index("cos")
+        tensors = a[:cos] if a.statistic is not None else [None] * cos
+        ctx.save_for_backward(*tensors, a.cos, a.sin)
+        ctx.family, ctx.options = family, a[cos + 2 :]
+        return family.results(ctx, a, found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        family, found = ctx.family, dict[str, Any]()
+        needs = family.Call(*ctx.needs_input_grad[2:])
+        if any(dy is not None for dy in grads):
+            a = family.Call(*ctx.saved_tensors, *ctx.options)
             flags = needs.q_weight or needs.k_weight, needs.q_bias or needs.k_bias
-            b = BackwardArguments(of_q, of_k, *a[:13], *a[14:], *flags)  # all but the rounding
-            found = autograd.call_operator(qk_norm_rope_backward, *b)
-        gradients: list[Any] = [None] * len(needs)
-        for place, side in enumerate(present):
-            for i in (0, 2, 4):  # of x, weights and biases
-                if needs[i + side]:
-                    gradients[i + side] = found[i + place]
-        return (None, None, *gradients)
+            found = family.gradients(ctx, a, grads, flags)
+        pairs = zip(needs._fields, needs, strict=True)
+        return None, None, *(found.get(name) if needed else None for name, needed in pairs)
 
 
-# ---- vmap: the batch is part of the first dimension. Parameters of samples are served one by one.
+Heads.node = Node
 
 
-def _angles_folded(a: Any, dim: int | None, size: int, batch: int) -> Any:
-    if a is None or (dim is None and a.dim() == 2):
-        return a
-    a = to_front(a, dim, size)
-    if a.dim() == 3:  # one table for each sample of vmap
-        a = a.unsqueeze(1)
-    return a.expand(size, batch, *a.shape[2:]).flatten(0, 1)
-
-
-def _unfolded(tensor: Tensor, size: int) -> Tensor:
-    return tensor.unflatten(0, (size, -1)) if tensor.dim() == 4 else tensor.expand(size, 0)
+# ---- vmap: the batch is part of the first dimension. Parameters and angles of samples are served
+# ---- one by one.
 
 
 def _vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     a, size = HeadArguments(*args), info.batch_size
     dims: Any = HeadArguments(*in_dims)
-    if any(dim is not None for dim in dims[2:6]):
+    of_samples = any(dim is not None for dim in dims[2:8])
+    if of_samples or any(t is not None and t.dim() == 3 for t in (a.cos, a.sin)):
         return one_by_one(qk_norm_rope, info, in_dims, *args)
-    batch = a.q.shape[1 if dims.q == 0 else 0] if dims.q is not None else a.q.shape[0]
-    call = a._replace(
-        q=folded(a.q, dims.q, size),
-        k=folded(a.k, dims.k, size),
-        cos=_angles_folded(a.cos, dims.cos, size, batch),
-        sin=_angles_folded(a.sin, dims.sin, size, batch),
-    )
-    return tuple(_unfolded(y, size) for y in qk_norm_rope(*call)), (0, 0)
+    call = a._replace(q=folded(a.q, dims.q, size), k=folded(a.k, dims.k, size))
+    q, k = qk_norm_rope(*call)
+    k = k.expand(size, 0) if a.k is None else k.unflatten(0, (size, -1))
+    return (q.unflatten(0, (size, -1)), k), (0, 0)
 
 
 # ---- What a call must satisfy.
@@ -250,8 +237,13 @@ def check(a: Any) -> None:
     Without k, the names are those of norm_rope.
     """
     q = "input" if a.k is None else "q"
-    if a.statistic not in STATISTICS:
-        raise ValueError(f"expected statistic 'rms', 'layer' or None, got {a.statistic!r}")
+    arguments.check_choice("statistic", a.statistic, arguments.OF_HEADS)
+    arguments.check_eps(a.eps)
+
+    def misfit(name: str, parameter: Tensor) -> str | None:
+        cols = a.q.shape[3]
+        return None if parameter.shape == (cols,) else f"of shape {[cols]}, the size of a head"
+
     for side, x, weight, bias in sides(a):
         name, prefix = (q, "") if a.k is None else (side, f"{side}_")
         arguments.check_tensor(name, x)
@@ -261,18 +253,22 @@ def check(a: Any) -> None:
                 "heads, positions, columns)"
             )
             raise arguments.shape_error(name, expected, x)
-        if side == "k":
-            _check_beside_q(a, x)
+        arguments.check_device(name, x, "q", a.q)
+        if x.dtype != a.q.dtype:
+            given = f"{name_of(a.q.dtype)}, got {name_of(x.dtype)}"
+            raise RuntimeError(f"expected k of q's dtype, {given}")
+        heads = 3 - a.seq_dim
+        if any(x.shape[d] != a.q.shape[d] for d in range(4) if d != heads):
+            raise RuntimeError(
+                f"expected q and k that differ only in dimension {heads}, their heads, "
+                f"got shapes {list(a.q.shape)} and {list(x.shape)}"
+            )
         for what, parameter in ((f"{prefix}weight", weight), (f"{prefix}bias", bias)):
             if parameter is None:
                 continue
-            arguments.check_tensor(what, parameter)
             if a.statistic is None:
                 raise ValueError(f"expected no {what} beside statistic None, got one")
-            if parameter.shape != x.shape[3:]:
-                expected = f"of shape {[x.shape[3]]}, the size of a head"
-                raise arguments.shape_error(what, expected, parameter)
-            _check_beside(what, parameter, q, a.q)
+            arguments.check_parameter(what, parameter, q, a.q, misfit)
         if a.weight_offset != 0 and a.statistic is not None and weight is None:
             raise ValueError(
                 f"expected a {prefix}weight beside weight_offset {a.weight_offset}, got none"
@@ -282,34 +278,10 @@ def check(a: Any) -> None:
     if a.weight_offset != 0 and a.statistic is None:
         raise ValueError(f"expected no weight_offset beside statistic None, got {a.weight_offset}")
     arguments.check_statistic("rms", a.weight_offset, a.q_weight)
-    _check_angles(a)
+    _check_angles(a, q)
 
 
-def _check_beside_q(a: Any, k: Tensor) -> None:
-    q = a.q
-    arguments.check_device("k", k, "q", q)
-    if k.dtype != q.dtype:
-        raise RuntimeError(f"expected k of q's dtype, {name_of(q.dtype)}, got {name_of(k.dtype)}")
-    heads = 3 - a.seq_dim
-    same = [d for d in range(4) if d != heads]
-    if any(k.shape[d] != q.shape[d] for d in same):
-        raise RuntimeError(
-            f"expected q and k that differ only in dimension {heads}, their heads, "
-            f"got shapes {list(q.shape)} and {list(k.shape)}"
-        )
-
-
-def _check_beside(name: str, tensor: Tensor, q: str, of: Tensor, *others: torch.dtype) -> None:
-    """Raises unless a tensor goes with q, by device and dtype; it may also be of other dtypes."""
-    arguments.check_device(name, tensor, q, of)
-    if tensor.dtype is of.dtype or tensor.dtype in others:
-        return
-    allowed = [*dict.fromkeys((*arguments.beside(of.dtype), *others))]
-    if tensor.dtype not in allowed:
-        raise arguments.dtype_error(name, tensor, allowed, q, [of.dtype])
-
-
-def _check_angles(a: Any) -> None:
+def _check_angles(a: Any, q: str) -> None:
     cos, sin = a.cos, a.sin
     if (cos is None) != (sin is None):
         given, other = ("sin", "cos") if cos is None else ("cos", "sin")
@@ -325,22 +297,24 @@ def _check_angles(a: Any) -> None:
             f"expected rotary_dim to be an even number from 2 to {cols}, the size of a head, "
             f"got {rotary}"
         )
-    for name, angles in (("cos", cos), ("sin", sin)):
-        arguments.check_tensor(name, angles)
-        shape = list(angles.shape)
+
+    def misfit(name: str, angles: Tensor) -> str | None:
+        shape = angles.shape
         fits = (
             angles.dim() in (2, 3)
             and shape[-2] == positions
             and shape[-1] in (rotary // 2, rotary)
             and (angles.dim() == 2 or shape[0] in (1, batch))
         )
-        if not fits:
-            expected = (
-                f"of shape (positions, n) or (batch, positions, n), with {positions} positions, "
-                f"batch {batch}{'' if batch == 1 else ' or 1'}, and n {rotary // 2} or {rotary}"
-            )
-            raise arguments.shape_error(name, expected, angles)
-        _check_beside(name, angles, "input" if a.k is None else "q", a.q, torch.float32)
+        if fits:
+            return None
+        return (
+            f"of shape (positions, n) or (batch, positions, n), with {positions} positions, batch "
+            f"{batch}{'' if batch == 1 else ' or 1'}, and n {rotary // 2} or {rotary}"
+        )
+
+    for name, angles in (("cos", cos), ("sin", sin)):
+        arguments.check_parameter(name, angles, q, a.q, misfit, others=[torch.float32])
     if cos.shape[-1] != sin.shape[-1] or cos.dtype != sin.dtype:
         raise RuntimeError(
             "expected cos and sin of one dtype and one last size, got "
@@ -348,6 +322,5 @@ def _check_angles(a: Any) -> None:
         )
 
 
-Heads.node = _Forward
-FAMILY = Heads("qk_norm_rope", check, formula, qk_norm_rope_backward)
+FAMILY = Heads("qk_norm_rope", check, formula)
 implement(FAMILY)

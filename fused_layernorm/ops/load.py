@@ -9,9 +9,14 @@ register the rest.
 from __future__ import annotations
 
 import platform
+import threading
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 # The operators are torch.ops.<namespace>; csrc/bindings/namespace.h has the same name.
 NAMESPACE = "fused_layernorm"
@@ -38,8 +43,43 @@ gate_backward = operators.gate_backward.default
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def define_like(name: str, prefix: str) -> torch._ops.OpOverload:
+def define_like(name: str, prefix: str) -> OpOverload:
     """Defines an operator of another's schema, whose name is `prefix` before the other's."""
     schema = str(getattr(operators, name).default._schema).removeprefix(f"{NAMESPACE}::")
     library.define(prefix + schema, tags=(torch.Tag.pt2_compliant_tag,))
     return getattr(operators, prefix + name).default
+
+
+# ---- What serves a call on CUDA that no kernel takes: the operator _formula_NAME, of its schema.
+# ---- csrc/bindings/cuda (formula.h) calls it. An error in it crosses the stable ABI without its
+# ---- message, so `_formula_error` gives the last one's.
+
+PREFIX = "_formula_"
+
+# How many calls of each operator were served, for tests.
+served: Counter[str] = Counter()
+
+_last = threading.local()
+
+
+def implement(operator: OpOverload, implementation: Callable[..., Any]) -> OpOverload:
+    """Registers an operator's implementation for every device, and as its formula, the result."""
+    name = operator._opname
+
+    def formula(*args: Any) -> Any:
+        served[name] += 1
+        try:
+            return implementation(*args)
+        except Exception as error:
+            _last.error = str(error)
+            raise
+
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    defined = define_like(name, PREFIX)
+    library.impl(PREFIX + name, formula, "CompositeExplicitAutograd")
+    return defined
+
+
+# The message of this thread's last error in a formula.
+library.define("_formula_error() -> str")
+library.impl("_formula_error", lambda: getattr(_last, "error", ""), "CompositeExplicitAutograd")

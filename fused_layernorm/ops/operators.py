@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of norms over rows, and the one description of a call that all of them serve.
+"""The operators of norms: of rows, of groups of channels, and gated.
 
-Every operator computes LayerNorm, or RMSNorm with statistic="rms". ada_layer_norm adds a modulation
-to layer_norm, and the `add_` operator of each a residual (beside a modulation also a gate).
+Those of rows, whose calls one description serves, compute LayerNorm, or RMSNorm with
+statistic="rms". ada_layer_norm adds a modulation to layer_norm, and the `add_` operator of each a
+residual (beside a modulation also a gate).
 """
 
 from __future__ import annotations
@@ -11,10 +12,19 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from . import arguments, autograd, formulas, load
-from .family import AUTOGRAD, GRADIENTS, Family, gradients, implement_backward, implement_forward
+from .family import (
+    AUTOGRAD,
+    GRADIENTS,
+    Family,
+    gradients,
+    implement,
+    implement_backward,
+    implement_forward,
+)
 
 TENSORS = ("input", "residual", "gate", "shift", "scale", "weight", "bias")
 
@@ -35,11 +45,7 @@ class Arguments(formulas.Record):
             for name in formulas.fields_of(operator.default)
             if name not in TENSORS
         ),
-        # The one dimension to normalize over, in place of the last ones. The operators do not know
-        # it: calls.py moves it to the end of a view, and lets them keep its order.
-        "dim",
     )
-    dim: int | None
 
     def _replace(self, **changes: Any) -> Arguments:
         given = {name: getattr(self, name) for name in self._fields}
@@ -49,7 +55,7 @@ class Arguments(formulas.Record):
 def _maker() -> str:
     """The source of `describe`: of a function that takes the place of the class's constructor, in
     half its time."""
-    defaults = {"normalized_ndim": 1, "eps": 1e-5, "dim": None}
+    defaults = {"normalized_ndim": 1, "eps": 1e-5}
     given = [
         f"{n}={defaults.get(n, getattr(formulas.Record, n, None))!r}" for n in Arguments._fields
     ]
@@ -125,6 +131,39 @@ LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM = FORWARD = tuple
 )
 
 
+class Groups(Family):
+    """Groups of channels, whose results lie as input does."""
+
+    folds = True
+
+    def statistics(self, a: Any) -> Any:
+        return a.input.shape[0], a.num_groups
+
+    def in_onnx(self, a: Any, is_tracing: bool) -> Tensor:
+        dtypes = {t.dtype for t in (a.input, *a[2:6]) if t is not None}
+        is_one = a.is_plain and len(dtypes) == 1
+        acc = a.input.dtype if is_one else formulas.acc_dtype(a.input.dtype)
+        x, weight, bias = a.input.to(acc), formulas.to(a.weight, acc), formulas.to(a.bias, acc)
+        return formulas.group_epilogue(a, torch.group_norm(x, a.num_groups, weight, bias, a.eps))
+
+
+class Gated(Family):
+    """RMSNorm with a gate. A group_size of 0 is all columns."""
+
+    def statistics(self, a: Any) -> Any:
+        columns = a.input.shape[-1]
+        return (*a.input.shape[:-1], columns // a.group_size if a.group_size else 1)
+
+
+GROUP_NORM = Groups("group_norm", arguments.check_group_norm, formulas.groups)
+RMS_NORM_GATED = Gated("rms_norm_gated", arguments.check, formulas.gated)
+GroupArguments, GatedArguments = GROUP_NORM.Call, RMS_NORM_GATED.Call
+for _call in (GroupArguments, formulas.call_of(GROUP_NORM.backward)):
+    _call.keeps_order = True
+for _call in (GatedArguments, formulas.call_of(RMS_NORM_GATED.backward)):
+    _call.statistic, _call.normalized_ndim = "rms", 1
+
+
 def operator_of(a: Arguments) -> Family:
     """The operator for a call."""
     return FORWARD[2 * a.is_modulated + (a.residual is not None)]
@@ -173,3 +212,5 @@ for _operator in (_PLAIN, _MODULATED):
 implement_backward(_GATE, gradients(_GATE, _of_gate), ADD_ADA_LAYER_NORM)
 implement_backward(_GATED, _in_turn(GRADIENTS[_MODULATED], GRADIENTS[_GATE]), ADD_ADA_LAYER_NORM)
 AUTOGRAD[_GATED] = _autograd
+implement(GROUP_NORM)
+implement(RMS_NORM_GATED)

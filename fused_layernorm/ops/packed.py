@@ -5,8 +5,7 @@ qkv is (batch, positions, heads, columns); csrc/bindings/schemas.cpp says which 
 q's, k's and v's, and what the operators give. v is a view, which no operator gives: one that said
 so would be refused by torch.compile, one that did not would be wrong there. So autograd's node is
 made here and not for a dispatch key: `run` gives q, k and v, and their gradients come back as one
-tensor. Writing into v, or using it after writing into qkv, is refused by autograd, as of all nodes
-that give several results, one of them a view.
+tensor.
 
 Where the node cannot serve (transforms of torch.func, tensor subclasses, cos or sin that ask for a
 gradient), the results are those of qk_norm_rope of the parts, with autograd's own gradient of qkv.
@@ -87,39 +86,21 @@ class Packed(heads.Heads):
         some: Tensor = next(dy for dy in b.grads if dy is not None)
         return some.new_empty_strided(b.size, b.stride) if name == "qkv" else None
 
+    def results(self, ctx: Any, a: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        order = a.qkv if a.qkv.is_contiguous() else dense_like(a.qkv)
+        ctx.order = (*order.shape,), (*order.stride(),)
+        return *found, part(a, 2)
+
+    def gradients(self, ctx: Any, a: Any, grads: Any, flags: Any) -> dict[Any, Any]:
+        call = (*grads, *a[:12], *a[13:], *ctx.order, *flags)  # all but the rounding
+        found = autograd.call_operator(qkv_norm_rope_backward, *call)
+        # A result without a gradient gives its parameters none.
+        is_there = {"q": grads[0] is not None, "k": grads[1] is not None}
+        names = ("qkv", *(name if is_there[name[0]] else None for name in a._fields[1:5]))
+        return dict(zip(names, found, strict=True))
+
 
 # ---- Autograd.
-
-
-class _Packed(autograd.Function):
-    """q, k and v of a call of qkv_norm_rope."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        p = PackedArguments(*args)
-        with autograd.lower_levels():
-            q, k = qkv_norm_rope(*p)
-        ctx.set_materialize_grads(False)
-        # A rotation alone does not need qkv for its backward.
-        tensors = p[:5] if p.statistic is not None else (None,) * 5
-        ctx.save_for_backward(*tensors, p.cos, p.sin)
-        order = p.qkv if p.qkv.is_contiguous() else dense_like(p.qkv)
-        # All but the rounding.
-        ctx.options = (*p[7:12], *p[13:], (*order.shape,), (*order.stride(),))
-        return q, k, part(p, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        needs: Any = PackedArguments(*ctx.needs_input_grad)
-        if all(dy is None for dy in grads):
-            return (None,) * len(needs)
-        flags = needs.q_weight or needs.k_weight, needs.q_bias or needs.k_bias
-        call = (*grads, *ctx.saved_tensors, *ctx.options, *flags)
-        found = autograd.call_operator(qkv_norm_rope_backward, *call)
-        present = (True, *(dy is not None for dy in (*grads[:2], *grads[:2])))
-        pairs = zip(found, needs[:5], present, strict=True)
-        of_tensors = (d if needed and is_there else None for d, needed, is_there in pairs)
-        return (*of_tensors, *[None] * (len(needs) - 5))
 
 
 def _has_node(p: Any) -> bool:
@@ -136,9 +117,12 @@ def _has_node(p: Any) -> bool:
 def run(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of a call of qkv_norm_rope."""
     p = PackedArguments(*args)
-    if _has_node(p):
-        return autograd.apply(_Packed, *p)
-    return *qkv_norm_rope(*p), part(p, 2)
+    try:
+        if _has_node(p):
+            return autograd.apply(heads.Node, None, FAMILY, *p)
+        return *qkv_norm_rope(*p), part(p, 2)
+    except Exception as error:
+        raise arguments.explain(error, p, check) from None
 
 
 def _autograd(keyset: Any, *args: Any) -> Any:
@@ -150,14 +134,10 @@ def _autograd(keyset: Any, *args: Any) -> Any:
     return autograd.redispatch(qkv_norm_rope, keyset, *args)
 
 
-def _allow_in_graph() -> None:
-    # Dynamo takes `run` as it is, and AOTAutograd sees the node inside.
-    torch._dynamo.allow_in_graph(run)
-
-
+# Dynamo takes `run` as it is, and AOTAutograd sees the node inside.
 _FAILURE = f"fused_layernorm's qkv_norm_rope breaks graphs under torch {torch.__version__}"
-after_import("torch._dynamo", _allow_in_graph, _FAILURE)
+after_import("torch._dynamo", lambda: torch._dynamo.allow_in_graph(run), _FAILURE)
 
-FAMILY = Packed("qkv_norm_rope", check, formula, qkv_norm_rope_backward)
+FAMILY = Packed("qkv_norm_rope", check, formula)
 implement(FAMILY)
 AUTOGRAD[qkv_norm_rope] = _autograd

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from .formulas import acc_dtype, call_of, complete
+from .autograd import complete
+from .formulas import acc_dtype, call_of
 
 _SHARED = ("weight", "bias")
 

@@ -19,7 +19,7 @@ from .. import calls, stock
 from ..compile import choice
 from ..groups import FusedGroupNorm, ada_group_norm, as_pytorch_reads, group_norm, has_one_value
 from ..modules import is_bare
-from ..ops import autocast
+from ..ops import autograd
 from ..ops.formulas import activate
 from .classes import Forward, must_be_called
 from .forwards import parameter
@@ -119,7 +119,7 @@ def instance_norm(self: Any, input: Tensor, activation: str | None = None) -> Te
     # Autocast makes group_norm float32, and lets instance_norm be.
     if calls.is_compiling():
         return group_norm(x, channels, *norm, activation=activation, out_dtype=input.dtype)
-    with torch._C._ExcludeDispatchKeyGuard(autocast.KEYSET):
+    with torch._C._ExcludeDispatchKeyGuard(autograd.AUTOCAST_KEYS):
         return group_norm(x, channels, *norm, activation=activation)
 
 

@@ -18,12 +18,9 @@ from torch import Tensor
 
 from .. import calls
 from ..compile import choice
-from ..functional import layer_norm, rms_norm
-from ..gated import norm_in_groups
-from ..gated import run as gated_norm
-from ..ops.arguments import DTYPES
-from ..ops.gated import ACTIVATIONS, GatedArguments
-from ..ops.operators import describe
+from ..functional import layer_norm, norm_gated, norm_in_groups, rms_norm
+from ..ops.arguments import DTYPES, GATES
+from ..ops.operators import GatedArguments, describe
 from ..stock import dtypes_are_supported, has_kernels
 from .classes import Forward, forward_of
 from .forwards import parameter
@@ -80,7 +77,7 @@ def normalized(
         weight_offset=variant.weight_offset, round_before_weight=variant.round_before_weight,
         keeps_order=keeps_order and has_gaps,
     )  # fmt: skip
-    y = norm_in_groups(a, size, None) if is_in_groups else calls.run(a)
+    y = norm_in_groups(a, size, None, None) if is_in_groups else calls.run(a)
     return _permuted_back(y, order)
 
 
@@ -242,7 +239,7 @@ def gated(variant: Variant, dtypes: Dtypes, groups: Callable[..., Groups | None]
         if gate is None and of.is_optional:
             return normalized(x, weight, eps, variant, dtypes, size=of.size)
         out_dtype = _out_dtype(x, weight, eps, dtypes, of.size)
-        if out_dtype is None or of.activation not in ACTIVATIONS or not isinstance(gate, Tensor):
+        if out_dtype is None or of.activation not in GATES or not isinstance(gate, Tensor):
             return None
         if gate.shape != x.shape or gate.device != x.device or gate.dtype not in DTYPES:
             return None
@@ -256,7 +253,7 @@ def gated(variant: Variant, dtypes: Dtypes, groups: Callable[..., Groups | None]
             return None
         options: Any = (of.gate_first, of.activation, of.size or None, out_dtype)
         a = GatedArguments(x, gate, weight, None, eps, *options, *variant)
-        return _permuted_back(gated_norm(a), order)
+        return _permuted_back(norm_gated(a), order)
 
     return forward
 
