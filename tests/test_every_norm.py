@@ -5,24 +5,11 @@ graphs. The problems are those of families.py, of every family."""
 import math
 from dataclasses import replace
 
+import families
 import numerics
 import pytest
 import torch
-from families import (
-    BF16,
-    EMPTY,
-    F16,
-    F32,
-    F64,
-    GROUP_KERNELS,
-    KERNELS,
-    MODULATED_DTYPES,
-    SMALL,
-    Gated,
-    Heads,
-    of_groups,
-    over_channels,
-)
+from families import BF16, F16, F32, F64, SMALL, Gated, Heads, of_groups, over_channels
 from numerics import Problem, covering, ids, make, modulated, ours
 
 pytestmark = pytest.mark.cpu_operators  # the tests judge the operators, on the CPU too
@@ -79,7 +66,7 @@ def test_bits(device, poison, problem):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("problem", KERNELS, ids=str)
+@pytest.mark.parametrize("problem", families.KERNELS, ids=str)
 def test_bits_of_every_kernel(poison, problem):
     check_bits(problem, "cuda", poison)
 
@@ -120,7 +107,7 @@ FEW_ROWS = [
           for cols, kind, gated, dtypes in covering(
               [3, 64, 1152, 8193], ["all", "position"], [False, True],
               [(F32,) * 4, (BF16, BF16, F32, None)])),
-        *(problem for problem, _ in GROUP_KERNELS),
+        *(problem for problem, _ in families.GROUP_KERNELS),
     ],
     ids=str,
 )  # fmt: skip
@@ -138,7 +125,7 @@ def test_every_call_gives_the_same_bits_in_any_memory(poison, problem):
         *(Problem((50, cols), *dtypes, activation=activation)
           for cols in (5, 64, 1024, 9000) for dtypes in ((F32, None), (BF16, F32))
           for activation in (None, "silu")),
-        *(modulated((5, 9, 200), kind, gated=gated, dtypes=MODULATED_DTYPES[i])
+        *(modulated((5, 9, 200), kind, gated=gated, dtypes=families.MODULATED_DTYPES[i])
           for kind in ("all", "sample", "token", "position") for gated in (False, True)
           for i in (0, 3, 8)),
     ],
@@ -240,7 +227,7 @@ def test_parameters_that_are_not_contiguous(device, cols):
 # ---- Values and sizes out of the ordinary.
 
 
-@pytest.mark.parametrize("problem", EMPTY, ids=str)
+@pytest.mark.parametrize("problem", families.EMPTY, ids=str)
 def test_empty(device, problem):
     t = make(problem, device)
     for name, result in ours(t).items():

@@ -7,26 +7,14 @@ import itertools
 import math
 from typing import Any
 
+import families
 import libraries
 import numerics
 import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from families import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    GATED_FORMS,
-    GROUP_KERNELS,
-    MODULATED_DTYPES,
-    ORDERS,
-    Gated,
-    of_groups,
-    of_heads,
-    of_packed,
-)
+from families import BF16, F16, F32, F64, MODULATED_DTYPES, of_heads, of_packed
 from forms import Calls
 from golden_plans import group_plan
 from numerics import ids, make, modulated, ours
@@ -157,7 +145,7 @@ def test_a_vector_of_zeros_stays_zero(device):
 # ---- Groups of channels.
 
 
-@pytest.mark.parametrize(("call", "strategies"), GROUP_KERNELS, ids=str)
+@pytest.mark.parametrize(("call", "strategies"), families.GROUP_KERNELS, ids=str)
 def test_the_strategies_of_group_kernels(call, strategies):
     positions = math.prod(call.shape[2:])
     for backward, strategy in enumerate(strategies.split()):
@@ -173,7 +161,7 @@ def test_the_strategies_of_group_kernels(call, strategies):
 def test_statistics_of_groups(device):
     for dtype in (F32, BF16, F64):
         for shape in ((3, 12, 40), (0, 12, 3), (2, 12, 0)):
-            x = make(of_groups(shape, 4, (dtype, None)), device).x
+            x = make(families.of_groups(shape, 4, (dtype, None)), device).x
             _, mean, rstd = OPS.group_norm_forward(x, 4, None, None, None, None, 1e-5)
             assert mean.shape == rstd.shape == (shape[0], 4)
             assert mean.dtype is rstd.dtype is (F64 if dtype is F64 else F32)
@@ -191,7 +179,7 @@ def test_statistics_of_groups(device):
 
 def inputs(device, shape=(3, 16), dtype=F64, gate=None, weight=None, grad=True) -> Any:
     """x, gate, weight and bias."""
-    t = make(Gated(shape, dtype, weight, gate_dtype=gate), device)
+    t = make(families.Gated(shape, dtype, weight, gate_dtype=gate), device)
     return [tensor.requires_grad_(grad) for tensor in t.inputs().values()]
 
 
@@ -427,7 +415,7 @@ def channels_of(x, weight, bias):
 
 
 def gated(i, x, gate, weight, bias):
-    return fl.rms_norm_gated(x, gate, weight, bias=bias, **GATED_FORMS[i])
+    return fl.rms_norm_gated(x, gate, weight, bias=bias, **families.GATED_FORMS[i])
 
 
 class Traced(nn.Module):
@@ -453,7 +441,7 @@ def test_compile_and_export(device, function, shapes, channels_last):
     and gradients keep their strides, and so do fakes."""
     tensors = [torch.randn(shape, device=device) for shape in shapes]
     if channels_last and tensors[0].dim() == 4:
-        tensors[0] = ORDERS["channels_last"](tensors[0])
+        tensors[0] = families.ORDERS["channels_last"](tensors[0])
     leaves = [t.detach().requires_grad_() for t in tensors]
     module, y = Traced(function), function(*leaves)
     dy = torch.randn_like(y)

@@ -10,24 +10,11 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import families
 import pytest
 import torch
 import torch.nn.functional as F
-from families import (
-    BF16,
-    EMPTY,
-    F16,
-    F32,
-    F64,
-    GATED_FORMS,
-    SMALL,
-    Gated,
-    Heads,
-    Packed,
-    of_groups,
-    of_heads,
-    over_channels,
-)
+from families import BF16, F16, F32, F64, GATED_FORMS, Gated, Packed, of_groups, over_channels
 from forms import Calls, arguments_of, calls_of
 from numerics import EVERY, QUICK, Problem, covering, modulated
 from torch.library import opcheck
@@ -65,7 +52,7 @@ TRACED += [
     over_channels((2, 6, 4, 4), statistic="rms", affine="weight", layout="channels_last"),
     Gated((3, 4, 16)),
     Gated((3, 16), BF16, F32, gate_dtype=F32, out_dtype=F32, weight_offset=1.0, **GATED_FORMS[7]),
-    of_heads(dtype=F32, layout="packed", seq_dim=2),
+    families.of_heads(dtype=F32, layout="packed", seq_dim=2),
 ]
 # What the small problems of all families lack: of rows these, with residuals and gates, too;
 SPECIAL: list[Any] = [
@@ -86,8 +73,8 @@ OTHERS: list[Any] = [
     Gated((16,), F64), *(Gated((3, 16), F16, affine=a, **WIDE) for a in ("none", "weight", "bias")),
     *(over_channels((2, 6, 4, 4), statistic=statistic, affine="weight", layout=layout)
       for statistic in ("layer", "rms") for layout in ("channels_last", "slice of channels")),
-    Heads((2, 3, 8), layout="packed", affine="both", statistic="layer", seq_dim=2),
-    of_heads(dtype=F32, layout="packed", seq_dim=2, statistic=None, affine="none"),
+    families.Heads((2, 3, 8), layout="packed", affine="both", statistic="layer", seq_dim=2),
+    families.of_heads(dtype=F32, layout="packed", seq_dim=2, statistic=None, affine="none"),
     Packed((2, 3, 8), affine="both", packing="h3d", seq_dim=2),
     Packed((2, 3, 8), statistic=None, affine="none"),
 ]  # fmt: skip
@@ -103,7 +90,7 @@ OF_ALL: list[Any] = [
       for gated in (False, True)),
     of_groups((2, 6, 16), 3, modulation="both"),
     Gated((2, 6, 16), gate_first=True, gate_activation="sigmoid", group_size=4),
-    Heads((2, 6, 16), statistic="layer", affine="both", rotary=8, heads=(3, 2)),
+    families.Heads((2, 6, 16), statistic="layer", affine="both", rotary=8, heads=(3, 2)),
     Packed((2, 6, 16), statistic="layer", affine="both", rotary=8, heads=(4, 2), packing="h3d"),
 ]  # fmt: skip
 
@@ -137,7 +124,7 @@ def all_pairs(count):
 
 @pytest.mark.parametrize(
     "problem",
-    [*DEFAULT, *TRACED, *SPECIAL, *OTHERS, *SMALL, *EMPTY],
+    [*DEFAULT, *TRACED, *SPECIAL, *OTHERS, *families.SMALL, *families.EMPTY],
     ids=str,
 )
 def test_opcheck(device, problem):
