@@ -142,20 +142,6 @@ def test_writing_is_right_or_refused(what, statistic, compiled, device):
     assert compiled or what in ("q and k", "qkv of which q is used")
 
 
-# ---- Angles.
-
-
-def test_angles_with_gradients(device):
-    problem = of_packed(dtype=F32)
-    t = make(problem, device)
-    leaves = [u.detach().requires_grad_() for u in (t.qkv, t.cos)]
-    for found in zip(*(
-        torch.autograd.grad(function(t.but(qkv=leaves[0], cos=leaves[1])), leaves, t.gradients())
-        for function in (problem.forward, lambda t: apart(problem, t))
-    ), strict=True):  # fmt: skip
-        torch.testing.assert_close(*found)
-
-
 # ---- Graphs.
 
 
