@@ -176,21 +176,3 @@ def test_a_module_under_an_old_driver(driver, compiled):
     (dx,) = torch.autograd.grad(y.square().sum(), x)
     assert torch.isfinite(dx).all()
     torch.testing.assert_close(y, F.layer_norm(x, (320,), module.weight, module.bias))
-
-
-@pytest.mark.gpu
-@needs_kernels
-def test_a_process_forks_after_the_import():
-    """The import does not initialise the driver, so that a forked process can use CUDA."""
-    program = """
-        import os
-        import torch, fused_layernorm
-        assert not torch.cuda.is_initialized()
-        child = os.fork()
-        if child == 0:
-            x = torch.randn(4, 64, device="cuda")
-            y = fused_layernorm.layer_norm(x, normalized_shape=64)
-            os._exit(0 if torch.isfinite(y).all().item() else 1)
-        assert os.waitpid(child, 0)[1] == 0
-    """
-    run(program)

@@ -110,19 +110,6 @@ def test_any_dimension(device, dim):
     torch.testing.assert_close(y, expected)
 
 
-@pytest.mark.gpu
-def test_no_copy_is_made():
-    x = torch.randn(8, 96, 56, 56, device="cuda").to(BF16).requires_grad_()
-    whole = functools.partial(fl.layer_norm, x, dim=1)
-    by_view = functools.partial(fl.layer_norm, x.permute(0, 2, 3, 1), normalized_shape=96)
-    for norm in (whole, by_view, functools.partial(by_view, out_dtype=F32)):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        y = norm()
-        grown = torch.cuda.max_memory_allocated() - before
-        assert grown < 1.2 * y.nbytes  # y and the statistics
-
-
 @pytest.mark.parametrize("dim", [1, -1, -3])
 def test_onnx(dim):
     class Norms(nn.Module):

@@ -289,11 +289,3 @@ def test_groups_that_kernels_cannot_count(samples, channels, positions):
             torch.testing.assert_close(of_y, expected)
             del expected
         del y
-
-
-@pytest.mark.gpu
-def test_more_groups_of_one_value_than_kernels_can_count(needs_memory):
-    needs_memory(60)
-    x = torch.randn(2**16, 2**15, device="cuda", dtype=BF16)
-    with torch.no_grad():
-        assert fl.group_norm(x, 2**15, activation="silu").eq(0).all()

@@ -310,11 +310,3 @@ def test_a_cuda_tensor_without_kernels_warns_once(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         formulas.warn_of_cuda(on_cuda)
-
-
-def test_no_warning_where_the_kernels_are(device):
-    if device == "cuda" and ops._build_info() == "cpu only":
-        pytest.skip("a build without CUDA kernels")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fl.layer_norm(torch.randn(3, 8, device=device), normalized_shape=8)
