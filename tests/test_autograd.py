@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+import itertools
 from typing import Any, cast
 
 import forms
@@ -27,27 +28,16 @@ RMS, SILU = {"statistic": "rms"}, {"activation": "silu"}
 # A norm of each kind, and with each activation; (kind, options of forms.ours and forms.stock).
 FORMS: list[tuple[str, dict[str, Any]]] = [
     *(("plain", {"activation": activation, "scale": 1.5}) for activation in ACTIVATIONS),
-    ("residual", {}),
-    ("residual", {"activation": "silu", "scale": 0.5}),
-    ("modulated", {}),
-    ("gated", {}),
     ("plain", {**RMS, "activation": "gelu", "weight_offset": 1.0}),
-    ("residual", RMS),
-    ("modulated", RMS),
-    ("gated", RMS),
-    ("groups", {}),
-    ("groups", {"activation": "silu"}),
-    ("groups", {"activation": "leaky_relu"}),
-    ("gates", {}),
-    ("gates", {"gate_activation": "sigmoid", "group_size": 2}),
+    ("residual", {}), ("residual", RMS), ("residual", {"activation": "silu", "scale": 0.5}),
+    ("modulated", {}), ("modulated", RMS), ("gated", {}), ("gated", RMS),
+    ("groups", {}), ("groups", SILU), ("groups", {"activation": "leaky_relu"}), ("channels", SILU),
+    ("gates", {}), ("gates", {"gate_activation": "sigmoid", "group_size": 2}),
     ("gates", {"gate_first": True, "group_size": 2}),
     ("gates", {"gate_first": True, "gate_activation": "sigmoid"}),
-    ("channels", {"activation": "silu"}),
-    ("heads", {"statistic": "layer"}),
-    ("heads", {"interleaved": True}),
-    ("packed", {}),
-    ("packed", {"statistic": "layer", "by_groups": True}),
-]
+    ("heads", {"statistic": "layer"}), ("heads", {"interleaved": True}),
+    ("packed", {}), ("packed", {"statistic": "layer", "packing": "h3d"}),
+]  # fmt: skip
 
 
 def check_derivatives(function, tensors, fast=True, **how):
@@ -111,19 +101,18 @@ def test_gradcheck_where_some_are_absent_or_frozen(device, kind, options):
     function = forms.ours(kind, **options)
     for mask in some(len(tensors)):
         check_derivatives(function, forms.leaves(tensors, mask))
-    absent = [
-        name in ("shift", "scale", "weight", "bias") or (name, kind) == ("gate", "gated")
-        for name in WITH_HEADS[kind]
-    ]
-    for mask in some(sum(absent)):
-        choice = iter(mask)
-        present = [not (may and next(choice)) for may in absent]
+    optional = [
+        i for i, name in enumerate(WITH_HEADS[kind])
+        if name in ("shift", "scale", "weight", "bias") or (name, kind) == ("gate", "gated")
+    ]  # fmt: skip
+    for mask in some(len(optional)):
+        absent = {*itertools.compress(optional, mask)}
 
-        def of_present(*given, present=present):
+        def of_present(*given, absent=absent):
             rest = iter(given)
-            return function(*(next(rest) if there else None for there in present))
+            return function(*(None if i in absent else next(rest) for i in range(len(tensors))))
 
-        used = [t for t, there in zip(tensors, present, strict=True) if there]
+        used = [t for i, t in enumerate(tensors) if i not in absent]
         check_derivatives(of_present, forms.leaves(used))
 
 
@@ -504,11 +493,7 @@ def test_parameters_made_in_inference_mode_as_in_pytorch(device, offset):
 
 def test_backward_twice(device):
     x = torch.randn(3, 8, device=device, requires_grad=True)
-    y = fl.layer_norm(x, normalized_shape=8).pow(2).sum()
-    y.backward(retain_graph=True)
-    assert x.grad is not None
-    first = x.grad.clone()
+    y = fl.layer_norm(x, normalized_shape=8).sum()
     y.backward()
-    assert torch.equal(x.grad, 2 * first)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         y.backward()

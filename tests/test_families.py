@@ -396,7 +396,7 @@ TRACED: list[Any] = [  # functions, and the shapes of their tensors
     (groups_of, [IMAGES[0], (6,), (6,)]),
     *((channels_of, [shape, shape[1:2], shape[1:2]]) for shape in IMAGES),
     *((functools.partial(gated, i), [(4, 16), (4, 16), (16,), (16,)]) for i in (0, 5)),
-    (functools.partial(fl.rms_norm, group_size=8), [(4, 16), (16,)]),
+    (lambda x, weight: fl.rms_norm(x, weight, group_size=8), [(4, 16), (16,)]),
 ]  # fmt: skip
 
 
