@@ -23,6 +23,7 @@ each limit, and in test_beside.py and test_sanitizers.py, with one for every str
 
 import contextlib
 import itertools
+import json
 import math
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from types import SimpleNamespace
@@ -510,6 +511,24 @@ def forced(strategy):
             torch.ops.fused_layernorm._force(None)
 
 
+def plan_here(rows, cols, dtype, **problem: Any):
+    """The plan of a problem on the CUDA device, or None if the forced plan cannot run it. `problem`
+    has the other arguments of the operator `_plan`."""
+    properties: Any = torch.cuda.get_device_properties("cuda")
+    problem |= {
+        "capability": 10 * properties.major + properties.minor,
+        "sms": properties.multi_processor_count,
+        "shared_memory": properties.shared_memory_per_block_optin,
+        "l2_bytes": properties.L2_cache_size,
+    }
+    try:
+        return json.loads(torch.ops.fused_layernorm._plan(rows, cols, dtype, **problem))
+    except (RuntimeError, ValueError) as error:
+        if "cannot run" not in str(error):
+            raise
+        return None
+
+
 def ours(t, *, backward=True, wanted=None):
     """Our results and gradients, through autograd, by name; wanted: of these tensors alone."""
     p = t.problem
@@ -635,7 +654,7 @@ def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTO
     assert not broken, f"{problem}: {'; '.join(broken)}"
 
 
-def check_strategy(plans, problem, lengths, *, leading=None, backward=True, **how):
+def check_strategy(problem, lengths, *, leading=None, backward=True, **how):
     """check() for rows of these lengths that the problem's forced strategy can run."""
     (strategy,) = (s for s in problem.forced if s)
     fused = bool(
@@ -646,7 +665,7 @@ def check_strategy(plans, problem, lengths, *, leading=None, backward=True, **ho
         p = replace(problem, shape=(*(leading or (rows_for(cols),)), cols))
         aligned = False if "odd" in p.layout else None  # None: by the row's length
         with forced(strategy):
-            plan = plans.of(
+            plan = plan_here(
                 p.rows, cols, p.dtype, weight_dtype=p.weight_dtype, backward=backward,
                 residual=p.residual_dtype is not None, has_epilogue=fused, aligned=aligned,
             )  # fmt: skip

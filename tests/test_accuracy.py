@@ -555,24 +555,24 @@ MORE: list[dict[str, Any]] = [
     ],
     ids=str,
 )  # fmt: skip
-def test_every_strategy_of_forward(plans, problem):
-    numerics.check_strategy(plans, problem, [*COLS, 17, 32768], backward=False)
+def test_every_strategy_of_forward(problem):
+    numerics.check_strategy(problem, [*COLS, 17, 32768], backward=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", ["odd column slice", "sliced leading"])
-def test_every_strategy_with_odd_rows_of_memory(plans, strategy, kind):
+def test_every_strategy_with_odd_rows_of_memory(strategy, kind):
     problem = Problem((1,), layout=kind, forced=(strategy, None))
     cols = (37, 64, 300, 1000, 8192, 65536)
-    numerics.check_strategy(plans, problem, cols, backward=False, leading=(5, 4))
+    numerics.check_strategy(problem, cols, backward=False, leading=(5, 4))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"activation": "gelu", "scale": 0.5}, rms], ids=str)
 @pytest.mark.parametrize("dtypes", [*MIXED, (F64, None)], ids=numerics.ids)
 @pytest.mark.parametrize("strategy", BACKWARD)
-def test_every_strategy_of_backward(plans, strategy, dtypes, options):
+def test_every_strategy_of_backward(strategy, dtypes, options):
     problem = Problem((1,), *dtypes, forced=(None, strategy), **options)
     # A large sample, because the greatest error, PyTorch's too, is that of a single element.
-    numerics.check_strategy(plans, problem, COLS, sample=1 << 17)
+    numerics.check_strategy(problem, COLS, sample=1 << 17)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from numerics import forced, plan_here
 
 from fused_layernorm import add_layer_norm, layer_norm
 
@@ -48,15 +49,15 @@ def peak_of_backward(x, weight, bias, *mask, activation=None):
 
 
 @every_shape
-def test_forward_without_gradients(plans, shape, dtype):
+def test_forward_without_gradients(shape, dtype):
     x, weight, bias = tensors(shape, dtype)
     weight, bias = weight.to(dtype), bias.to(dtype)
     most, kept = peak(lambda: layer_norm(x, weight, bias))
     assert kept == x.nbytes
-    extra = plans.of(*shape, dtype)["workspace_bytes"]
+    extra = plan_here(*shape, dtype)["workspace_bytes"]
     if extra > 0:  # blocks wait for each other; the workspace suffices where they cannot, too
-        plans.force("strategy=stream")
-        extra = max(extra, plans.of(*shape, dtype)["workspace_bytes"])
+        with forced("stream"):
+            extra = max(extra, plan_here(*shape, dtype)["workspace_bytes"])
     assert most <= x.nbytes + extra
     # Short and middle rows need no workspace, long ones a few numbers for each part of a row.
     assert extra == 0 if shape[1] <= 4096 else extra <= x.nbytes / 256

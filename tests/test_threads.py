@@ -70,12 +70,12 @@ def test_a_small_plan_beside_a_large_one(backward, large, small):
     in_turn(*reversed(calls))
 
 
-def test_the_same_kernel_with_other_numbers_of_teams(plans):
+def test_the_same_kernel_with_other_numbers_of_teams():
     """Plans of one kernel that differ in shared memory by what the number of teams changes."""
     needs, calls = [], []
     for strategy in ("block teams=4", "block teams=1"):
         with numerics.forced(strategy):
-            needs.append(plans.of(3000, 1024, F32, backward=True)["shared_bytes"])
+            needs.append(numerics.plan_here(3000, 1024, F32, backward=True)["shared_bytes"])
         calls.append(call_of(3000, 1024, F32, strategy=strategy))
     assert needs[0] > needs[1] > 40 * 1024
     in_turn(calls[0], calls[1], times=6)
