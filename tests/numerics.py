@@ -609,14 +609,6 @@ def check_wanted(problem, device, poison=lambda *like: None, *, bits=False):
                 torch.testing.assert_close(result, whole[name], rtol=slack, atol=slack)
 
 
-def sizes_of(error, stock_error, expected):
-    """(number, sum of squares, PyTorch's, greatest error, PyTorch's, greatest element)."""
-    return [error.numel(), *(size.item() for size in (
-        error.square().sum(), stock_error.square().sum(), error.max(), stock_error.max(),
-        expected.abs().max(),
-    ))]  # fmt: skip
-
-
 def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTOR):
     """Asserts the contract for every result of a problem.
 
@@ -639,8 +631,10 @@ def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTO
             assert result.shape == expected[name].shape, name
             error = (result.double() - expected[name]).abs() - p.rounding_of(name, expected[name])
             theirs = (yardstick[name].double() - expected[name]).abs()
-            sizes = sizes_of(error.clamp(min=0), theirs, expected[name])
-            seen.setdefault(name, []).append(sizes)
+            error = error.clamp(min=0)
+            sizes = (error.square().sum(), theirs.square().sum(), error.max(), theirs.max(),
+                     expected[name].abs().max())  # fmt: skip
+            seen.setdefault(name, []).append((error.numel(), *(size.item() for size in sizes)))
     for name, all_sizes in seen.items():
         counts, squares, of_stock, most, most_of_stock, elements = zip(*all_sizes, strict=True)
         found, theirs = (math.sqrt(sum(s) / sum(counts)) for s in (squares, of_stock))

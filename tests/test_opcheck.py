@@ -95,13 +95,6 @@ OF_ALL: list[Any] = [
 ]  # fmt: skip
 
 
-def with_options(operator, args):
-    return [
-        OPTIONS.get(name, value) if "Tensor" not in kind else value
-        for name, kind, value in arguments_of(operator, args)
-    ]
-
-
 def variants(operator, args):
     """The call; without dresidual; asked for one of its gradients, or for some."""
     yield [*args]
@@ -180,7 +173,13 @@ def calls_of_all(device="cpu", dtype=F32):
         for name in [n for n in calls if f"{n}_forward" in calls]:
             calls[name + "_forward"] = calls[name]
         every = calls | every
-    return {n: with_options(getattr(ops, n).default, args) for n, args in every.items()}
+    return {
+        name: [
+            value if "Tensor" in kind else OPTIONS.get(argument, value)
+            for argument, kind, value in arguments_of(getattr(ops, name).default, args)
+        ]
+        for name, args in every.items()
+    }
 
 
 ALL = calls_of_all()
