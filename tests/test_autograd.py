@@ -71,13 +71,18 @@ def test_gradcheck_of_several_dimensions(device, activation):
 
 
 @pytest.mark.parametrize("output", [0, 1])
-@pytest.mark.parametrize("kind", ["residual", "gated"])
+@pytest.mark.parametrize("kind", ["residual", "gated", "heads"])
 def test_gradcheck_of_one_output(device, kind, output):
-    """residual_out depends on the tensors of rows alone."""
+    """residual_out depends on the tensors of rows alone, q_out and k_out on those of their side."""
     tensors = forms.leaves(forms.tensors(kind, device))
-    used = tensors if output == 0 else tensors[: ROWS[kind]]
-    rest = tensors[len(used) :]
-    check_derivatives(lambda *t: forms.ours(kind)(*t, *rest)[output], used, fast=False)
+    places = range(len(tensors) if output == 0 else ROWS.get(kind, 0))
+    places = range(output, len(tensors), 2) if kind == "heads" else places
+
+    def run(*given):
+        every = dict(enumerate(tensors)) | dict(zip(places, given, strict=True))
+        return forms.ours(kind)(*every.values())[output]
+
+    check_derivatives(run, [tensors[i] for i in places], fast=False)
 
 
 def some(count):

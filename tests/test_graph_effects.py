@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from captured import FUNCTIONS, by_position, detached, model, run, tensors
+from captured import FUNCTIONS, D, by_position, detached, model, run, tensors
 from compiling import afresh, everywhere  # noqa: F401
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -96,7 +96,6 @@ def joined(t):
     torch.cat((other[:, :2], other[:, 2:]), 1, out=t)
 
 
-D = 24
 OTHERS = {
     "setitem": set_item,
     "iadd": lambda t: operator.iadd(t, 1),
