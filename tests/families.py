@@ -102,10 +102,9 @@ class Groups(numerics.Call):
     groups: int = 1
     modulation: str = "none"  # or "both", "shift", "scale"
 
-    @property
-    def few(self):
+    def draws(self, sample):
         # An error's mean over few numbers is left to chance: it is taken over some fifty at least.
-        return 64 // min(self.shape[1], 64)
+        return max(64 // min(self.shape[1], 64), super().draws(sample))
 
     def dtype_of(self, name):
         return super().dtype_of("dweight" if name in ("dshift", "dscale") else name)

@@ -16,9 +16,9 @@ A new family of norms is a subclass of Call, here or in families.py, with
     stock(t)         the same by PyTorch's own functions, of float32 tensors
 
 and what is not as by default: dtype_of, OF_ROWS (results that do not depend on a row's batch),
-LIKE (whose strides a result has), SLACK, rounding_of, few. Its problems then stand in the lists of
-families.py, which test_every_norm.py runs, in those of test_accuracy.py, which have both sides of
-each limit, and in test_beside.py and test_sanitizers.py, with one for every strategy.
+check_strides, SLACK, rounding_of, draws. Its problems then stand in the lists of families.py, which
+test_every_norm.py runs, in those of test_accuracy.py, which have both sides of each limit, and in
+test_beside.py and test_sanitizers.py, with one for every strategy.
 """
 
 import contextlib
@@ -134,7 +134,6 @@ class Call:
     OUTPUTS: ClassVar[dict[str, str]] = {"y": "dy"}
     HAVE_ROWS: ClassVar[tuple[str, ...]] = ("x", "dy")
     OF_ROWS: ClassVar[tuple[str, ...]] = ("y", "dx")
-    LIKE: ClassVar[dict[str, str | None]] = {"y": None}  # None: the result is contiguous
     LAYOUTS: ClassVar[dict[str, Any]] = {}
     # Beside the contract, relative to a result's greatest element, because PyTorch's own sum over
     # few numbers may be exact by chance: of float32 and narrower types, and of float64.
@@ -168,13 +167,8 @@ class Call:
         """The results of a row or sample that do not depend on the others, to the bit."""
         return self.OF_ROWS
 
-    @property
-    def few(self):
-        """So many draws at least."""
-        return 1
-
     def draws(self, sample):
-        return max(self.few, min(24, sample // math.prod(self.shape)))
+        return max(1, min(24, sample // math.prod(self.shape)))
 
     def dtype_of(self, name):
         """The dtype that a result must have."""
@@ -194,11 +188,8 @@ class Call:
         return self.SLACK[self.dtype is torch.float64] * magnitude
 
     def check_strides(self, t, results):
-        for name, like in self.LIKE.items():
-            if like is not None:
-                assert results[name].stride() == torch.empty_like(getattr(t, like)).stride(), name
-            elif name in results:
-                assert results[name].is_contiguous(), name
+        for name in self.OUTPUTS:
+            assert name not in results or results[name].is_contiguous(), name
 
     def of_all(self, t, found, function, *, is_exact, backward):
         """The results of the formula or of PyTorch's functions, by name."""
@@ -284,7 +275,6 @@ class Problem(Call):
     OUTPUTS = {"y": "dy", "residual_out": "dresidual"}  # noqa: RUF012
     HAVE_ROWS = ("x", "dy", "residual", "dresidual", "shift", "scale", "gate")
     OF_ROWS = ("y", "residual_out", "dx", "dresidual")
-    LIKE = {"y": None, "residual_out": None}  # noqa: RUF012
     LAYOUTS = ROW_LAYOUTS
     BITS_OF_ANY_GRADIENTS = False
 
@@ -609,7 +599,7 @@ def check_wanted(problem, device, poison=lambda *like: None, *, bits=False):
                 torch.testing.assert_close(result, whole[name], rtol=slack, atol=slack)
 
 
-def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTOR):
+def check(problem, device, *, backward=True, sample=8192, factor=FACTOR):
     """Asserts the contract for every result of a problem.
 
     sample: the number of elements to judge; tensors are drawn until there are so many, at most 32
@@ -620,7 +610,7 @@ def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTO
     seen: dict[str, list[Any]] = {}  # the errors' sizes over all draws, by result
     for seed in range(p.draws(sample)):
         t = make(p, device, seed)
-        actual = run(t, backward=backward)
+        actual = ours(t, backward=backward)
         expected, yardstick = (f(t, actual, backward=backward) for f in (exact, stock))
         for name, result in actual.items():
             assert result.dtype == p.dtype_of(name), name
