@@ -296,10 +296,8 @@ def test_vmap(device, name, kind, batched):
         if is_batched:
             tensors[i] = torch.stack([tensors[i], tensors[i].sin(), -tensors[i]], (0, -1)[i % 2])
     every = tuple(range(len(tensors)))
-    for statistic in ("layer", "rms") if kind in NAMES else ("layer",):
-        options = {"activation": "gelu"} if kind in TAKE_ACTIVATIONS else {}
-        if kind in NAMES:
-            options["statistic"] = statistic
+    for how in ({}, RMS) if kind in NAMES else ({},):
+        options = options_of(kind, **how)
         results = [
             VMAPS[name](f, every, tuple(dims))(*tensors)
             for f in (forms.ours(kind, **options), forms.stock(kind, **options))
@@ -387,21 +385,14 @@ def test_lazily_negated_and_strided_tensors(device, kind, autocast):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(device, use_reentrant):
-    norm, add_norm = fl.FusedLayerNorm(32, activation="gelu"), fl.FusedAddLayerNorm(32)
-    modules = nn.ModuleList([norm, add_norm, nn.Linear(32, 32)]).to(device)
-    x, shift = torch.randn(6, 32, device=device), torch.randn(32, device=device)
-
-    def block(x):
-        y, residual = add_norm(modules[2](norm(x)), x)
-        return fl.add_ada_layer_norm(y, residual, shift, shift, shift)[0]
-
-    results = []
-    for run in (block, lambda x: checkpoint(block, x, use_reentrant=use_reentrant)):
-        leaf = x.clone().requires_grad_()
-        modules.zero_grad()
-        run(leaf).sum().backward()
-        results.append([leaf.grad, *(p.grad for p in modules.parameters())])
+@pytest.mark.parametrize("kind", WITH_HEADS)
+def test_activation_checkpointing(device, kind, use_reentrant):
+    tensors, results = forms.tensors(kind, device), []
+    again = functools.partial(checkpoint, forms.ours(kind), use_reentrant=use_reentrant)
+    for function in (forms.ours(kind), again):
+        leaves = forms.leaves(tensors)
+        torch.stack([y.sin().sum() for y in function(*leaves)]).sum().backward()
+        results.append([leaf.grad for leaf in leaves])
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
