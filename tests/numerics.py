@@ -78,6 +78,19 @@ def covering(*dimensions, strength=2):
     return [tuple(d[i] for d, i in zip(dimensions, one, strict=True)) for one in sorted(found)]
 
 
+def on_devices(name, on_cpu, on_cuda):
+    """Parametrizes a test by its device and by an argument, whose values may be others on CUDA."""
+    marks, values = (pytest.mark.on_cpu, pytest.mark.gpu), (on_cpu, on_cuda)
+    return pytest.mark.parametrize(
+        ("device", name),
+        [
+            pytest.param(device, value, id=f"{device}-{value}", marks=mark)
+            for device, mark, of_device in zip(("cpu", "cuda"), marks, values, strict=True)
+            for value in of_device
+        ],
+    )
+
+
 def made(arguments, device):
     """Arguments by name, with ones in the place of each (shape, dtype)."""
 

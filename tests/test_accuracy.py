@@ -459,27 +459,21 @@ HEADS = [
 # ---- The contract.
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [*ROWS, *of_modulations(False), *of_modulations(True), *of_gates(), *CHANNELS, *OF_GROUPS,
-     *GATED, *HEADS, *families.PACKED],
-    ids=str,
-)  # fmt: skip
+EVERYWHERE = [
+    *ROWS, *of_modulations(False), *of_modulations(True), *of_gates(), *CHANNELS, *OF_GROUPS,
+    *GATED, *HEADS, *families.PACKED,
+]  # fmt: skip
+ON_CUDA = [*ROWS_ON_CUDA, *MODULATED_ON_CUDA, *CHANNELS_ON_CUDA, *GROUPS_ON_CUDA]
+
+
+@numerics.on_devices("problem", EVERYWHERE, [*EVERYWHERE, *ON_CUDA])
 def test_accuracy(device, problem):
     check(problem, device)
 
 
-@pytest.mark.parametrize("problem", FORWARD, ids=str)
+@numerics.on_devices("problem", FORWARD, [*FORWARD, *FORWARD_ON_CUDA])
 def test_accuracy_without_gradients(device, problem):
     check(problem, device, backward=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "problem", [*ROWS_ON_CUDA, *MODULATED_ON_CUDA, *CHANNELS_ON_CUDA, *GROUPS_ON_CUDA], ids=str
-)
-def test_accuracy_on_cuda(problem):
-    check(problem, "cuda")
 
 
 def batches(name, problems, size=20):
@@ -503,12 +497,6 @@ def batches(name, problems, size=20):
 def test_accuracy_at_limits_on_cuda(problems):
     for problem in problems:
         check(problem, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("problem", FORWARD_ON_CUDA, ids=str)
-def test_accuracy_without_gradients_on_cuda(problem):
-    check(problem, "cuda", backward=False)
 
 
 @pytest.mark.gpu

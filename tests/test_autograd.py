@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forms import ALL_NAMES, NAMES, ROWS, TAKE_ACTIVATIONS, WITH_HEADS
-from numerics import ACTIVATIONS, covering
+from numerics import ACTIVATIONS, covering, on_devices
 from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.autograd.graph import save_on_cpu
@@ -223,15 +223,8 @@ FUNCTIONS = [(kind, options, None) for kind, options in FORMS] + [
 
 
 # On CUDA those whose gradients the kernels give, and one of each that PyTorch's operators give.
-def on_devices(names, on_cuda):
-    return pytest.mark.parametrize(
-        ("device", "name"),
-        [pytest.param("cpu", name, marks=pytest.mark.on_cpu) for name in names]
-        + [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in on_cuda],
-    )
-
-
 @on_devices(
+    "name",
     TRANSFORMS,
     ["grad", "vjp", "jvp", "jacrev", "hessian", "grad of grad", "third order", "tangents"],
 )
@@ -282,7 +275,7 @@ BATCHED = {
 }  # fmt: skip
 
 
-@on_devices(VMAPS, ["vmap", "vmap of grad", "vmap of grad of grad", "grad of vmap"])
+@on_devices("name", VMAPS, ["vmap", "vmap of grad", "vmap of grad of grad", "grad of vmap"])
 @pytest.mark.parametrize(
     ("kind", "batched"), [(kind, names) for kind in BATCHED for names in BATCHED[kind]], ids=str
 )

@@ -60,15 +60,9 @@ def check_bits(problem, device, poison, *, backward=True):
                 torch.testing.assert_close(alone, whole[name][part], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("problem", SMALL, ids=str)
+@numerics.on_devices("problem", SMALL, [*SMALL, *families.KERNELS])
 def test_bits(device, poison, problem):
     check_bits(problem, device, poison)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("problem", families.KERNELS, ids=str)
-def test_bits_of_every_kernel(poison, problem):
-    check_bits(problem, "cuda", poison)
 
 
 @pytest.mark.gpu
