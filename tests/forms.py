@@ -148,6 +148,7 @@ def operator(kind, suffix="", *, activation=None, scale=1.0):
     def call(*given):
         rows = ROWS[kind]
         out = overload(*given[:rows], 1, *given[rows:], 1e-5, *options)
+        assert not suffix or not any(statistic.requires_grad for statistic in out[-2:])
         return (out,) if isinstance(out, torch.Tensor) else out[: 1 + ("residual" in NAMES[kind])]
 
     return call

@@ -248,14 +248,12 @@ FUSED_CHANNELS = [
     over_channels((2, 24, 7, 7), BF16, F32, activation="silu", out_dtype=F32),
     over_channels((2, 24, 14, 14), F32, out_dtype=BF16, activation="gelu_tanh"),
     over_channels((2, 136, 9, 24), F16, out_dtype=F32, affine="bias", activation="relu"),
-    over_channels((2, 24, 8, 8), BF16, out_dtype=F64),
-    over_channels((2, 24, 8, 8), F32, affine="none"),
+    over_channels((2, 24, 8, 8), BF16, out_dtype=F64), over_channels((2, 24, 8, 8), affine="none"),
     over_channels((2, 24, 8, 8), F32, affine="weight", statistic="rms", weight_offset=1.0),
     over_channels((2, 24, 8, 8), BF16, statistic="rms", activation="silu"),
-    over_channels((2, 96, 16, 16), F32, mean=1000.0),
-    over_channels((2, 96, 16, 16), BF16, mean=100.0),
+    over_channels((2, 96, 16, 16), mean=1000.0), over_channels((2, 96, 16, 16), BF16, mean=100.0),
     over_channels((2, 96, 7, 7), F32, mean=1000.0, eps=0.0),
-]
+]  # fmt: skip
 CHANNEL_DTYPES = [(F32, None), (BF16, None), (F16, F32), (F64, None)]
 CHANNELS = [
     *(over_channels(shape, *dtypes, statistic=statistic)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import F32, PACKED, of_packed
+from families import F32, PACKED, Heads, of_packed
 from numerics import make
 from torch._dynamo.backends.common import aot_autograd
 
@@ -16,23 +16,18 @@ import fused_layernorm as fl
 pytestmark = pytest.mark.cpu_operators
 
 qkv_norm_rope: Any = fl.qkv_norm_rope
-qk_norm_rope: Any = fl.qk_norm_rope
 ALL = (0, 1, 2)
 
 
 def apart(problem, t):
     """q, k and v by slices and qk_norm_rope."""
     q, k, v = problem.split(t.qkv)
-    found = qk_norm_rope(
-        q, k, t.q_weight, t.k_weight, t.cos, t.sin, q_bias=t.q_bias, k_bias=t.k_bias,
-        round_before_weight=problem.rounds, **problem.options,
-    )  # fmt: skip
-    return *found, v
+    return *Heads.forward(problem, t.but(q=q, k=k)), v
 
 
-def of(problem, device, dtype=None):
+def of(problem, device):
     t = make(problem, device)
-    leaves = {n: u.detach().to(dtype or u.dtype).requires_grad_() for n, u in t.inputs().items()}
+    leaves = {n: u.detach().requires_grad_() for n, u in t.inputs().items()}
     return t.but(**leaves), [*leaves.values()]
 
 
