@@ -36,7 +36,6 @@ OF_WEIGHT = f"weight of shape [8], {OF_INPUT}"
 BESIDE_A_STREAM = "of dtype bfloat16 or float32 beside input and residual of bfloat16 and float32"
 IMAGE: Any = {"input": ((2, 6, 4, 4), F32), "weight": None}
 OF_CHANNELS = "weight of shape [6], the size of dimension 1 of input, got shape"
-ONLY_LAST = "group_size beside the last dimension alone to normalize over"
 ACTIVATIONS = "activation None, 'gelu', 'gelu_tanh', 'silu'"
 OF_GATE = "gate of the shape of input, [4, 8], got shape"
 OF_ALL_CHANNELS = "of shape [6], a number for each channel of input, got shape"
@@ -129,7 +128,8 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
         (R, f"{OF_CHANNELS} [5]", {"dim": 1, "weight": ((5,), F32)}),
         (R, f"{OF_CHANNELS} [6, 4]", {"dim": 1, "weight": ((6, 4), F32)}),
     ], **IMAGE),
-    *(("rms_norm", V, ONLY_LAST, {"weight": None, "group_size": 4, **other})
+    *(("rms_norm", V, "group_size beside the last dimension alone to normalize over",
+       {"weight": None, "group_size": 4, **other})
       for other in ({"normalized_shape": (4, 8)}, {"dim": 0})),
     ("rms_norm", R, f"{OF_WEIGHT} [4]", {"input": W, "weight": ((4,), F32), "group_size": 4}),
     # ---- With a residual, and a gate, also beside an activation.

@@ -290,23 +290,22 @@ def test_angles_have_gradients(of):
     assert gradgradcheck(run, leaves)
 
 
+@pytest.mark.parametrize("how", [{}, {"statistic": None, "affine": "none"}], ids=str)
 @pytest.mark.parametrize("of", [of_heads, of_packed])
-def test_vmap_of_heads(of, device):
+def test_vmap_of_heads(of, how, device):
     """To the bit, of one sample after another; a rotation alone, too."""
-    for how in ({}, {"statistic": None, "affine": "none"}):
-        t = make(of(dtype=F32, batch=3, **how), device)
-        names = [name for name in ("qkv", "q", "k") if name in t.inputs()]
+    t = make(of(dtype=F32, batch=3, **how), device)
+    rows = {name: u for name, u in t.inputs().items() if name in ("qkv", "q", "k")}
 
-        def run(*rows, t=t, names=names):
-            given = zip(names, (x[None] for x in rows), strict=True)
-            return t.problem.forward(t.but(**dict(given)))
+    def run(rows):
+        return t.problem.forward(t.but(**{name: x[None] for name, x in rows.items()}))
 
-        with Calls() as called:
-            found = torch.vmap(run)(*(getattr(t, name) for name in names))
-        # Not one for each sample, as parameters of samples make it.
-        assert called.names == ["qk_norm_rope"] or of is of_packed
-        for a, b in zip(found, t.problem.forward(t), strict=True):
-            assert torch.equal(a.squeeze(1), b)
+    with Calls() as called:
+        found = torch.vmap(run)(rows)
+    # Not one for each sample, as parameters of samples make it.
+    assert called.names == ["qk_norm_rope"] or of is of_packed
+    for a, b in zip(found, t.problem.forward(t), strict=True):
+        assert torch.equal(a.squeeze(1), b)
 
 
 @pytest.mark.gpu
