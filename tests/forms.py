@@ -19,10 +19,6 @@ NAMES = {
     "modulated": ("x", "shift", "scale", "weight", "bias"),
     "gated": ("x", "residual", "gate", "shift", "scale", "weight", "bias"),
 }
-OPERATORS = {
-    "plain": "layer_norm", "residual": "add_layer_norm", "modulated": "ada_layer_norm",
-    "gated": "add_ada_layer_norm",
-}  # fmt: skip
 # Norms whose functions have other arguments: of groups of channels, with a gate behind or in front,
 # over one dimension.
 OTHERS = {
@@ -142,7 +138,8 @@ def ours(kind, **how):
 
 def operator(kind, suffix="", *, activation=None, scale=1.0):
     """The same by the operator, called by its name; "_forward" is that with statistics."""
-    overload = getattr(torch.ops.fused_layernorm, OPERATORS[kind] + suffix).default
+    name = "add_" * ("residual" in NAMES[kind]) + "ada_" * ("shift" in NAMES[kind]) + "layer_norm"
+    overload = getattr(torch.ops.fused_layernorm, name + suffix).default
     options = (activation, scale) if kind in ("plain", "residual") else ()
 
     def call(*given):

@@ -42,7 +42,8 @@ pytestmark = pytest.mark.cpu_operators
 def test_without_shift_and_scale_it_is_layer_norm(device, dtypes, kind):
     """And with a gate alone add_layer_norm with that gate."""
     t = make(modulated((3, 5, 64), kind, gated=True, dtypes=dtypes), device)
-    args, shape = (t.weight, t.bias), {"normalized_shape": (64,)}
+    args: Any = (t.weight, t.bias)
+    shape: Any = {"normalized_shape": (64,)}
     found = [fl.ada_layer_norm(t.x, None, None, *args, **shape)]
     expected = [fl.layer_norm(t.x, *args, **shape)]
     for gate in (None, t.gate):
@@ -157,9 +158,9 @@ def test_statistics_of_groups(device):
 # ---- Gates.
 
 
-def inputs(device, shape=(3, 16), dtype=F64, gate=None, weight=None, grad=True) -> Any:
+def inputs(device, shape, dtype, grad=True) -> Any:
     """x, gate, weight and bias."""
-    t = make(families.Gated(shape, dtype, weight, gate_dtype=gate), device)
+    t = make(families.Gated(shape, dtype), device)
     return [tensor.requires_grad_(grad) for tensor in t.inputs().values()]
 
 

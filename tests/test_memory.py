@@ -54,10 +54,10 @@ def test_forward_without_gradients(shape, dtype):
     weight, bias = weight.to(dtype), bias.to(dtype)
     most, kept = peak(lambda: layer_norm(x, weight, bias))
     assert kept == x.nbytes
-    extra = plan_here(*shape, dtype)["workspace_bytes"]
+    extra = plan_here(shape[0], shape[1], dtype)["workspace_bytes"]
     if extra > 0:  # blocks wait for each other; the workspace suffices where they cannot, too
         with forced("stream"):
-            extra = max(extra, plan_here(*shape, dtype)["workspace_bytes"])
+            extra = max(extra, plan_here(shape[0], shape[1], dtype)["workspace_bytes"])
     assert most <= x.nbytes + extra
     # Short and middle rows need no workspace, long ones a few numbers for each part of a row.
     assert extra == 0 if shape[1] <= 4096 else extra <= x.nbytes / 256
