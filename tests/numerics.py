@@ -80,15 +80,10 @@ def covering(*dimensions, strength=2):
 
 def on_devices(name, on_cpu, on_cuda):
     """Parametrizes a test by its device and by an argument, whose values may be others on CUDA."""
-    marks, values = (pytest.mark.on_cpu, pytest.mark.gpu), (on_cpu, on_cuda)
-    return pytest.mark.parametrize(
-        ("device", name),
-        [
-            pytest.param(device, value, id=f"{device}-{value}", marks=mark)
-            for device, mark, of_device in zip(("cpu", "cuda"), marks, values, strict=True)
-            for value in of_device
-        ],
-    )
+    cases = [("cpu", pytest.mark.on_cpu, value) for value in on_cpu]
+    cases += [("cuda", pytest.mark.gpu, value) for value in on_cuda]
+    given = [pytest.param(d, value, id=f"{d}-{value}", marks=mark) for d, mark, value in cases]
+    return pytest.mark.parametrize(("device", name), given)
 
 
 def made(arguments, device):
