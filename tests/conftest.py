@@ -2,10 +2,8 @@
 """The tests' shared fixtures: devices, forced kernel strategies, poisoned memory."""
 
 import gc
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -84,39 +82,6 @@ def mesh():
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()
-
-
-class Plans:
-    """Returns the plan of a problem, and forces parts of plans."""
-
-    def force(self, options):
-        torch.ops.fused_layernorm._force(options)
-
-    def of(self, rows, cols, dtype, **problem):
-        """The plan of a problem on the CUDA device, or None if the forced plan cannot run it.
-
-        `problem` has the other arguments of the operator `_plan`. By default all types are dtype,
-        nothing is fused, and all gradients are asked for.
-        """
-        properties: Any = torch.cuda.get_device_properties("cuda")
-        chip = {
-            "capability": 10 * properties.major + properties.minor,
-            "sms": properties.multi_processor_count,
-            "shared_memory": properties.shared_memory_per_block_optin,
-            "l2_bytes": properties.L2_cache_size,
-        }
-        try:
-            return json.loads(torch.ops.fused_layernorm._plan(rows, cols, dtype, **problem, **chip))
-        except (RuntimeError, ValueError) as error:
-            if "cannot run" not in str(error):
-                raise
-            return None
-
-
-@pytest.fixture
-def plans():
-    yield Plans()
-    torch.ops.fused_layernorm._force(None)
 
 
 @pytest.fixture

@@ -10,21 +10,11 @@ import math
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
+import numerics
 import reference
 import torch
 import torch.nn.functional as F
-from numerics import (
-    HALF_SLACK,
-    LAYOUTS,
-    ROW_LAYOUTS,
-    Call,
-    Problem,
-    activate,
-    misaligned,
-    modulated,
-    swapped,
-    within,
-)
+from numerics import Problem, misaligned, modulated, swapped, within
 
 import fused_layernorm as fl
 
@@ -48,7 +38,7 @@ ORDERS: dict[str, Any] = {
     "channels_last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
     "misaligned": misaligned,
     "slice of channels": lambda x: within(x, 1, 2, 1),
-    "channels outside": ROW_LAYOUTS["transposed leading"],
+    "channels outside": numerics.ROW_LAYOUTS["transposed leading"],
 }
 
 
@@ -61,7 +51,7 @@ class Channels(Problem):
     """A norm over dimension 1 of (N, C, *). Its tensors are views whose channels come last, as
     those of all norms of rows: shape is (N, *, C)."""
 
-    LAYOUTS = {**ORDERS, "every second pixel": LAYOUTS["every second"]}  # noqa: RUF012
+    LAYOUTS = {**ORDERS, "every second pixel": numerics.LAYOUTS["every second"]}  # noqa: RUF012
 
     _: KW_ONLY
     by_view: bool = False  # called as models write it, on a permuted view and without `dim`
@@ -93,7 +83,7 @@ def over_channels(shape, dtype=F32, weight_dtype=None, **options):
 
 
 @dataclass(frozen=True)
-class Groups(Call):
+class Groups(numerics.Call):
     """A norm of groups of channels."""
 
     NAMES = ("x", "shift", "scale", "weight", "bias")
@@ -112,10 +102,9 @@ class Groups(Call):
     groups: int = 1
     modulation: str = "none"  # or "both", "shift", "scale"
 
-    @property
-    def few(self):
+    def draws(self, sample):
         # An error's mean over few numbers is left to chance: it is taken over some fifty at least.
-        return 64 // min(self.shape[1], 64)
+        return max(64 // min(self.shape[1], 64), super().draws(sample))
 
     def dtype_of(self, name):
         return super().dtype_of("dweight" if name in ("dshift", "dscale") else name)
@@ -163,7 +152,7 @@ class Groups(Call):
         ones = [1] * (t.x.dim() - 2)
         y = y if t.scale is None else y * (1 + t.scale.reshape(*t.scale.shape[:2], *ones))
         y = y if t.shift is None else y + t.shift
-        return (activate(y, self.activation) * self.scale,)
+        return (numerics.activate(y, self.activation) * self.scale,)
 
 
 def of_groups(shape, groups, dtypes=(F32, None), **others):
@@ -171,7 +160,7 @@ def of_groups(shape, groups, dtypes=(F32, None), **others):
 
 
 @dataclass(frozen=True)
-class Gated(Call):
+class Gated(numerics.Call):
     """An RMSNorm with a gate behind it or in front."""
 
     NAMES = ("x", "gate", "weight", "bias")
@@ -182,7 +171,7 @@ class Gated(Call):
         "contiguous": torch.clone,
         "sliced": lambda t: within(t, -1, 8, t.shape[-1]),
         "misaligned": misaligned,
-        "transposed": ROW_LAYOUTS["transposed"],
+        "transposed": numerics.ROW_LAYOUTS["transposed"],
         "expanded": lambda t: t[:1].expand(t.shape),
     }
 
@@ -236,7 +225,7 @@ GATED_FORMS: list[dict[str, Any]] = [
 
 
 @dataclass(frozen=True)
-class Heads(Call):
+class Heads(numerics.Call):
     """Norm and rotation of q and k: shape is (batch, positions, columns)."""
 
     NAMES = ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias")
@@ -346,7 +335,7 @@ class Heads(Call):
         if self.rounds and name in self.OUTPUTS:
             # A value behind a rounding to x's dtype may be the other of two neighbours, times a
             # weight and a rotation.
-            roundings = roundings + 8 * torch.finfo(self.dtype).eps * (1 + HALF_SLACK)
+            roundings = roundings + 8 * torch.finfo(self.dtype).eps * (1 + numerics.HALF_SLACK)
         return roundings
 
 
@@ -366,7 +355,7 @@ HEAD_LAYOUTS: dict[str, Any] = {
     "heads first": lambda q, k: (swapped(q, 1, 2), swapped(k, 1, 2)),
     "positions first": lambda q, k: (swapped(q, 0, 1), k),
     "misaligned": lambda q, k: (misaligned(q), misaligned(k)),
-    "columns apart": lambda q, k: (LAYOUTS["every second"](q), k),
+    "columns apart": lambda q, k: (numerics.LAYOUTS["every second"](q), k),
 }
 
 
@@ -382,7 +371,7 @@ class Packed(Heads):
         "contiguous": torch.clone,
         "positions first": lambda qkv: swapped(qkv, 0, 1),
         "misaligned": misaligned,
-        "columns apart": LAYOUTS["every second"],
+        "columns apart": numerics.LAYOUTS["every second"],
         "parts first": lambda qkv: qkv.movedim(2, 0).contiguous().movedim(0, 2),
         "sliced": lambda qkv: within(qkv, -1, 16, 8),
     }
@@ -516,7 +505,7 @@ GROUP_KERNELS: list[Any] = [
     # Vectors of float32 with elements of two channels, of a block, of two and of eight.
     *((of_groups((3, 12, height, 31), 3, (F32, None), modulation="both", activation=activation),
        "held held")
-      for height, activation in ((37, "silu"), (91, "leaky_relu"), (300, None))),
+      for height, activation in ((37, "silu"), (91, "leaky_relu"), (301, None))),
     (of_groups((3, 12, 301, 31), 4, (F32, None)), "held tiles"),  # a group is no whole vectors
     # One position: short groups backward as channels_last, of whole slices.
     *((of_groups((67, channels), channels // of_group, dtypes, modulation="both"),

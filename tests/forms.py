@@ -4,9 +4,8 @@
 from dataclasses import replace
 from typing import Any
 
-import reference
 import torch
-from families import F64, Channels, Gated, Groups
+from families import F64, Channels, Gated, Groups, Heads, Packed
 from numerics import Problem, Tensors, make
 from numerics import ours as results_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,10 +19,6 @@ NAMES = {
     "modulated": ("x", "shift", "scale", "weight", "bias"),
     "gated": ("x", "residual", "gate", "shift", "scale", "weight", "bias"),
 }
-OPERATORS = {
-    "plain": "layer_norm", "residual": "add_layer_norm", "modulated": "ada_layer_norm",
-    "gated": "add_ada_layer_norm",
-}  # fmt: skip
 # Norms whose functions have other arguments: of groups of channels, with a gate behind or in front,
 # over one dimension.
 OTHERS = {
@@ -53,6 +48,9 @@ def problem(kind, shape=(2, 3, 4), *, other=False, **options) -> Any:
         return Gated(shape, F64, **options)
     if kind == "channels":
         return Channels((batch, cols, 2 * rows), F64, **options)
+    if kind in HEADS:
+        of = Heads if kind == "heads" else Packed
+        return of((batch, rows, 4), F64, heads=(2, 1), rotary=2, eps=1e-3, **options)
     if "residual" in NAMES[kind]:
         options["residual_dtype"] = F64
     if "shift" in NAMES[kind]:
@@ -78,7 +76,10 @@ def tensors(kind, device="cpu", shape=(2, 3, 4), dtype=torch.float64, other=Fals
 
 def named(kind, given, options):
     """The tensors of a call of a kind, by name."""
-    t = Tensors(problem(kind, **options), **dict(zip(ALL_NAMES[kind], given, strict=True)))
+    t = Tensors(problem(kind, **options), **dict(zip(WITH_HEADS[kind], given, strict=True)))
+    if kind in HEADS:
+        cos, sin = _angles(given[0])
+        return t.but(cos=cos, sin=sin, **{"qkv": t.qkv.flatten(2)} if kind == "packed" else {})
     if kind == "channels":
         t.x = t.x.movedim(1, -1)
     return t.but(problem=replace(t.problem, shape=tuple(t.x.shape)))
@@ -90,30 +91,14 @@ def _angles(x):
     return angles.cos(), angles.sin()
 
 
-def _of_heads(kind, *, statistic="rms", interleaved=False, by_groups=False):
+def _of_heads(kind, *, statistic="rms", interleaved=False, packing="3hd"):
     kinds = (2, 1, 1e-3, statistic, 0.0, False, interleaved)
 
     def call(*given):
         angles = _angles(given[0])
         if kind == "packed":
-            return packed.run(*given, *angles, *kinds, 1, by_groups)
+            return packed.run(*given, *angles, *kinds, 1, packing == "h3d")
         return torch.ops.fused_layernorm.qk_norm_rope(*given, *angles, *kinds, False)
-
-    return call
-
-
-def _stock_of_heads(kind, *, statistic="rms", interleaved=False, by_groups=False):
-    """With a single k and v, groups of heads lie as q, k and v do."""
-    how: Any = {"statistic": statistic, "rotary_dim": 2, "interleaved": interleaved}
-    of: Any = reference
-
-    def call(*given):
-        *rows, q_weight, k_weight, q_bias, k_bias = given
-        q, k, *v = rows[0].split((2, 1, 1), 2) if kind == "packed" else rows
-        sides = ((q, q_weight, q_bias), (k, k_weight, k_bias))
-        angles = _angles(q)
-        return (*(of.norm_rope(x, weight, *angles, 1e-3, bias=bias, **how)
-                  for x, weight, bias in sides), *v)  # fmt: skip
 
     return call
 
@@ -127,6 +112,8 @@ def stock(kind, **how):
 
     def call(*given):
         t = named(kind, given, how)
+        if kind in HEADS:
+            return t.problem.formula(t)
         has_residual = "residual" in ALL_NAMES[kind]
         if has_residual:
             gate = getattr(t, "gate", None)
@@ -135,7 +122,7 @@ def stock(kind, **how):
         y = y.movedim(-1, 1) if kind == "channels" else y
         return (y, t.x) if has_residual else (y,)
 
-    return _stock_of_heads(kind, **how) if kind in HEADS else call
+    return call
 
 
 def ours(kind, **how):
@@ -151,12 +138,14 @@ def ours(kind, **how):
 
 def operator(kind, suffix="", *, activation=None, scale=1.0):
     """The same by the operator, called by its name; "_forward" is that with statistics."""
-    overload = getattr(torch.ops.fused_layernorm, OPERATORS[kind] + suffix).default
+    name = "add_" * ("residual" in NAMES[kind]) + "ada_" * ("shift" in NAMES[kind]) + "layer_norm"
+    overload = getattr(torch.ops.fused_layernorm, name + suffix).default
     options = (activation, scale) if kind in ("plain", "residual") else ()
 
     def call(*given):
         rows = ROWS[kind]
         out = overload(*given[:rows], 1, *given[rows:], 1e-5, *options)
+        assert not suffix or not any(statistic.requires_grad for statistic in out[-2:])
         return (out,) if isinstance(out, torch.Tensor) else out[: 1 + ("residual" in NAMES[kind])]
 
     return call

@@ -9,6 +9,8 @@ which says how many ranges each strategy has in the old file and in the new one.
 """
 
 import argparse
+import functools
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -135,13 +137,11 @@ def ranges(said, values):
     yield values[-1], of(values[-1])
 
 
-# Problems over groups have these words beside the type of x.
+# Problems over groups have these words, too.
 GROUP_WORDS: dict[str, dict[str, Any]] = {
     "channels_last": {"channels_last": True},
     "y-float32": {"y_dtype": F32},
-    "unaligned": {"aligned": False},
     "apart": {"blocks_meet": False},
-    **{name: {"device": name} for name in DEVICES},
 }
 GROUPS = (
     "bfloat16", "float32", "bfloat16 y-float32", "float64", "bfloat16 unaligned", "bfloat16 apart",
@@ -153,29 +153,38 @@ MOST_POSITIONS = 1 << 21  # of a channel, in steps of 8
 BETWEEN_VECTORS = ("bfloat16", "bfloat16 y-float32")
 
 
+def problem_of(name, words=WORDS, **problem: Any):
+    """What the words of a name say."""
+    for word in name.split(" "):
+        problem |= words[word]
+    return problem
+
+
+def line_of(what, said, values, more=()):
+    """A line of what is said of each range of values, and of some values beyond."""
+    found = [*ranges(said, values), *((value, said(value)) for value in more)]
+    return f"{what} to {' | '.join(f'{last}: {text}' for last, text in found)}"
+
+
 def group_lines():
     """As `lines`, of the positions of a channel, for some numbers of channels in 32 groups."""
-    for direction in ("forward", "backward"):
-        for name in GROUPS:
-            problem: dict[str, Any] = {"backward": direction == "backward"}
-            for word in name.split(" "):
-                problem |= (WORDS | GROUP_WORDS)[word]
-            for channels in (32, 128, 320, 1280):
+    for direction, name in itertools.product(("forward", "backward"), GROUPS):
+        problem = problem_of(name, WORDS | GROUP_WORDS, backward=direction == "backward")
+        for channels in (32, 128, 320, 1280):
 
-                def said(positions, channels=channels, problem=problem):
-                    return words_of_groups(group_plan(2, channels, positions, 32, **problem))
+            def said(positions, channels=channels, problem=problem):
+                return words_of_groups(group_plan(2, channels, positions, 32, **problem))
 
-                for first in (8, 4, 1) if name in BETWEEN_VECTORS else (8,):
-                    found = ranges(said, range(first, MOST_POSITIONS // channels * 8 + 1, 8))
-                    text = " | ".join(f"{last}: {text}" for last, text in found)
-                    of = "positions" if first == 8 else f"positions {first} modulo 8"
-                    yield f"{direction} groups {name}, {channels} channels; {of} to {text}"
+            for first in (8, 4, 1) if name in BETWEEN_VECTORS else (8,):
+                of = "positions" if first == 8 else f"positions {first} modulo 8"
+                along = range(first, MOST_POSITIONS // channels * 8 + 1, 8)
+                yield line_of(f"{direction} groups {name}, {channels} channels; {of}", said, along)
 
 
 # What problems in whole_plans.txt have beside those words.
 MORE_WORDS: dict[str, Any] = {
-    "backward": {"backward": True}, "bias": {"bias": True}, "no-dweight": {"needs_dweight": False},
-    "channels_last": {"channels_last": True},
+    **GROUP_WORDS, **WORDS, "backward": {"backward": True}, "bias": {"bias": True},
+    "no-dweight": {"needs_dweight": False},
 }  # fmt: skip
 
 
@@ -191,7 +200,7 @@ def whole_lines():
         problem: dict[str, Any] = {}
         for word in (word for word in words if not word.isdigit()):
             name, has_value, value = word.partition("=")
-            problem |= {name: int(value)} if has_value else (WORDS | MORE_WORDS)[name]
+            problem |= {name: int(value)} if has_value else MORE_WORDS[name]
         sizes = (int(word) for word in words if word.isdigit())
         yield f"{text}: {json.dumps(planners[family](*sizes, **problem))}"
 
@@ -200,9 +209,7 @@ def lines():
     """The golden file's lines, each of one problem: all rows of some columns, or all columns."""
     for direction, problems in (("forward", BOTH), ("backward", BOTH + BACKWARD)):
         for name in problems:
-            problem: dict[str, Any] = {"backward": direction == "backward"}
-            for word in name.split(" "):
-                problem |= WORDS[word]
+            problem = problem_of(name, backward=direction == "backward")
             aligned = problem.get("aligned", True)
             size = min(problem["dtype"].itemsize, problem.get("y_dtype", F64).itemsize)
             step = 16 // size if aligned else 1
@@ -212,16 +219,11 @@ def lines():
                 return words_of(plan(rows * per, cols, **problem))
 
             for rows in ROWS:
-                along = range(step, LAST_COLS + 1, step)
-                found = ranges(lambda cols, rows=rows: said(rows, cols), along)
-                more = [(cols, said(rows, cols)) for cols in LONG]
-                text = " | ".join(f"{last}: {text}" for last, text in [*found, *more])
-                yield f"{direction} {name}, {rows} rows; columns to {text}"
+                of, along = functools.partial(said, rows), range(step, LAST_COLS + 1, step)
+                yield line_of(f"{direction} {name}, {rows} rows; columns", of, along, LONG)
             for cols in COLS if aligned else UNALIGNED_COLS:
-                found = ranges(lambda rows, cols=cols: said(rows, cols), range(1, MOST_ROWS // 64))
-                more = [(MOST_ROWS, said(MOST_ROWS, cols))]
-                text = " | ".join(f"{last}: {text}" for last, text in [*found, *more])
-                yield f"{direction} {name}, {cols} columns; rows to {text}"
+                of, along = functools.partial(said, cols=cols), range(1, MOST_ROWS // 64)
+                yield line_of(f"{direction} {name}, {cols} columns; rows", of, along, [MOST_ROWS])
     yield from group_lines()
 
 

@@ -16,13 +16,14 @@ A new family of norms is a subclass of Call, here or in families.py, with
     stock(t)         the same by PyTorch's own functions, of float32 tensors
 
 and what is not as by default: dtype_of, OF_ROWS (results that do not depend on a row's batch),
-LIKE (whose strides a result has), SLACK, rounding_of, few. Its problems then stand in the lists of
-families.py, which test_every_norm.py runs, in those of test_accuracy.py, which have both sides of
-each limit, and in test_beside.py and test_sanitizers.py, with one for every strategy.
+check_strides, SLACK, rounding_of, draws. Its problems then stand in the lists of families.py, which
+test_every_norm.py runs, in those of test_accuracy.py, which have both sides of each limit, and in
+test_beside.py and test_sanitizers.py, with one for every strategy.
 """
 
 import contextlib
 import itertools
+import json
 import math
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from types import SimpleNamespace
@@ -75,6 +76,14 @@ def covering(*dimensions, strength=2):
         left.remove(best)
         found.append(best)
     return [tuple(d[i] for d, i in zip(dimensions, one, strict=True)) for one in sorted(found)]
+
+
+def on_devices(name, on_cpu, on_cuda):
+    """Parametrizes a test by its device and by an argument, whose values may be others on CUDA."""
+    cases = [("cpu", pytest.mark.on_cpu, value) for value in on_cpu]
+    cases += [("cuda", pytest.mark.gpu, value) for value in on_cuda]
+    given = [pytest.param(d, value, id=f"{d}-{value}", marks=mark) for d, mark, value in cases]
+    return pytest.mark.parametrize(("device", name), given)
 
 
 def made(arguments, device):
@@ -133,7 +142,6 @@ class Call:
     OUTPUTS: ClassVar[dict[str, str]] = {"y": "dy"}
     HAVE_ROWS: ClassVar[tuple[str, ...]] = ("x", "dy")
     OF_ROWS: ClassVar[tuple[str, ...]] = ("y", "dx")
-    LIKE: ClassVar[dict[str, str | None]] = {"y": None}  # None: the result is contiguous
     LAYOUTS: ClassVar[dict[str, Any]] = {}
     # Beside the contract, relative to a result's greatest element, because PyTorch's own sum over
     # few numbers may be exact by chance: of float32 and narrower types, and of float64.
@@ -167,13 +175,8 @@ class Call:
         """The results of a row or sample that do not depend on the others, to the bit."""
         return self.OF_ROWS
 
-    @property
-    def few(self):
-        """So many draws at least."""
-        return 1
-
     def draws(self, sample):
-        return max(self.few, min(24, sample // math.prod(self.shape)))
+        return max(1, min(24, sample // math.prod(self.shape)))
 
     def dtype_of(self, name):
         """The dtype that a result must have."""
@@ -193,11 +196,8 @@ class Call:
         return self.SLACK[self.dtype is torch.float64] * magnitude
 
     def check_strides(self, t, results):
-        for name, like in self.LIKE.items():
-            if like is not None:
-                assert results[name].stride() == torch.empty_like(getattr(t, like)).stride(), name
-            elif name in results:
-                assert results[name].is_contiguous(), name
+        for name in self.OUTPUTS:
+            assert name not in results or results[name].is_contiguous(), name
 
     def of_all(self, t, found, function, *, is_exact, backward):
         """The results of the formula or of PyTorch's functions, by name."""
@@ -283,7 +283,6 @@ class Problem(Call):
     OUTPUTS = {"y": "dy", "residual_out": "dresidual"}  # noqa: RUF012
     HAVE_ROWS = ("x", "dy", "residual", "dresidual", "shift", "scale", "gate")
     OF_ROWS = ("y", "residual_out", "dx", "dresidual")
-    LIKE = {"y": None, "residual_out": None}  # noqa: RUF012
     LAYOUTS = ROW_LAYOUTS
     BITS_OF_ANY_GRADIENTS = False
 
@@ -510,6 +509,24 @@ def forced(strategy):
             torch.ops.fused_layernorm._force(None)
 
 
+def plan_here(rows, cols, dtype, **problem: Any):
+    """The plan of a problem on the CUDA device, or None if the forced plan cannot run it. `problem`
+    has the other arguments of the operator `_plan`."""
+    properties: Any = torch.cuda.get_device_properties("cuda")
+    problem |= {
+        "capability": 10 * properties.major + properties.minor,
+        "sms": properties.multi_processor_count,
+        "shared_memory": properties.shared_memory_per_block_optin,
+        "l2_bytes": properties.L2_cache_size,
+    }
+    try:
+        return json.loads(torch.ops.fused_layernorm._plan(rows, cols, dtype, **problem))
+    except (RuntimeError, ValueError) as error:
+        if "cannot run" not in str(error):
+            raise
+        return None
+
+
 def ours(t, *, backward=True, wanted=None):
     """Our results and gradients, through autograd, by name; wanted: of these tensors alone."""
     p = t.problem
@@ -590,15 +607,7 @@ def check_wanted(problem, device, poison=lambda *like: None, *, bits=False):
                 torch.testing.assert_close(result, whole[name], rtol=slack, atol=slack)
 
 
-def sizes_of(error, stock_error, expected):
-    """(number, sum of squares, PyTorch's, greatest error, PyTorch's, greatest element)."""
-    return [error.numel(), *(size.item() for size in (
-        error.square().sum(), stock_error.square().sum(), error.max(), stock_error.max(),
-        expected.abs().max(),
-    ))]  # fmt: skip
-
-
-def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTOR):
+def check(problem, device, *, backward=True, sample=8192, factor=FACTOR):
     """Asserts the contract for every result of a problem.
 
     sample: the number of elements to judge; tensors are drawn until there are so many, at most 32
@@ -609,7 +618,7 @@ def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTO
     seen: dict[str, list[Any]] = {}  # the errors' sizes over all draws, by result
     for seed in range(p.draws(sample)):
         t = make(p, device, seed)
-        actual = run(t, backward=backward)
+        actual = ours(t, backward=backward)
         expected, yardstick = (f(t, actual, backward=backward) for f in (exact, stock))
         for name, result in actual.items():
             assert result.dtype == p.dtype_of(name), name
@@ -620,8 +629,10 @@ def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTO
             assert result.shape == expected[name].shape, name
             error = (result.double() - expected[name]).abs() - p.rounding_of(name, expected[name])
             theirs = (yardstick[name].double() - expected[name]).abs()
-            sizes = sizes_of(error.clamp(min=0), theirs, expected[name])
-            seen.setdefault(name, []).append(sizes)
+            error = error.clamp(min=0)
+            sizes = (error.square().sum(), theirs.square().sum(), error.max(), theirs.max(),
+                     expected[name].abs().max())  # fmt: skip
+            seen.setdefault(name, []).append((error.numel(), *(size.item() for size in sizes)))
     for name, all_sizes in seen.items():
         counts, squares, of_stock, most, most_of_stock, elements = zip(*all_sizes, strict=True)
         found, theirs = (math.sqrt(sum(s) / sum(counts)) for s in (squares, of_stock))
@@ -635,7 +646,7 @@ def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTO
     assert not broken, f"{problem}: {'; '.join(broken)}"
 
 
-def check_strategy(plans, problem, lengths, *, leading=None, backward=True, **how):
+def check_strategy(problem, lengths, *, leading=None, backward=True, **how):
     """check() for rows of these lengths that the problem's forced strategy can run."""
     (strategy,) = (s for s in problem.forced if s)
     fused = bool(
@@ -646,7 +657,7 @@ def check_strategy(plans, problem, lengths, *, leading=None, backward=True, **ho
         p = replace(problem, shape=(*(leading or (rows_for(cols),)), cols))
         aligned = False if "odd" in p.layout else None  # None: by the row's length
         with forced(strategy):
-            plan = plans.of(
+            plan = plan_here(
                 p.rows, cols, p.dtype, weight_dtype=p.weight_dtype, backward=backward,
                 residual=p.residual_dtype is not None, has_epilogue=fused, aligned=aligned,
             )  # fmt: skip

@@ -7,25 +7,10 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import families
 import numerics
 import pytest
-from families import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    GATED_FORMS,
-    GROUP_KERNELS,
-    HEAD_LAYOUTS,
-    MODULATED_DTYPES,
-    PACKED,
-    Channels,
-    Gated,
-    Groups,
-    of_groups,
-    of_heads,
-    over_channels,
-)
+from families import BF16, F16, F32, F64, MODULATED_DTYPES, Gated, of_groups, over_channels
 from numerics import ACTIVATIONS, MODULATIONS, Problem, check, covering, modulated, rows_for
 
 pytestmark = pytest.mark.cpu_operators  # the tests judge the operators, on the CPU too
@@ -263,14 +248,12 @@ FUSED_CHANNELS = [
     over_channels((2, 24, 7, 7), BF16, F32, activation="silu", out_dtype=F32),
     over_channels((2, 24, 14, 14), F32, out_dtype=BF16, activation="gelu_tanh"),
     over_channels((2, 136, 9, 24), F16, out_dtype=F32, affine="bias", activation="relu"),
-    over_channels((2, 24, 8, 8), BF16, out_dtype=F64),
-    over_channels((2, 24, 8, 8), F32, affine="none"),
+    over_channels((2, 24, 8, 8), BF16, out_dtype=F64), over_channels((2, 24, 8, 8), affine="none"),
     over_channels((2, 24, 8, 8), F32, affine="weight", statistic="rms", weight_offset=1.0),
     over_channels((2, 24, 8, 8), BF16, statistic="rms", activation="silu"),
-    over_channels((2, 96, 16, 16), F32, mean=1000.0),
-    over_channels((2, 96, 16, 16), BF16, mean=100.0),
+    over_channels((2, 96, 16, 16), mean=1000.0), over_channels((2, 96, 16, 16), BF16, mean=100.0),
     over_channels((2, 96, 7, 7), F32, mean=1000.0, eps=0.0),
-]
+]  # fmt: skip
 CHANNEL_DTYPES = [(F32, None), (BF16, None), (F16, F32), (F64, None)]
 CHANNELS = [
     *(over_channels(shape, *dtypes, statistic=statistic)
@@ -280,7 +263,7 @@ CHANNELS = [
            (4, 127, 2, 2), (1, 256, 57, 3)], CHANNEL_DTYPES, ("layer", "rms"))),
     *(over_channels(shape, dtype, layout=layout, dy_layout=dy_layout, by_view=by_view)
       for layout, dy_layout, by_view, shape, dtype in covering(
-          [*Channels.LAYOUTS], ["contiguous", "channels_last", "every second pixel"],
+          [*families.Channels.LAYOUTS], ["contiguous", "channels_last", "every second pixel"],
           [False, True], [(2, 24, 8, 8), (2, 16, 7, 7), (3, 40, 14, 14)], [F32, BF16],
           strength=3)),
     *(replace(p, by_view=by_view) for p in FUSED_CHANNELS for by_view in (False, True)),
@@ -324,12 +307,12 @@ OF_GROUPS = [
     *(of_groups((2, 8, 64), 4, dtypes, mean=1000.0) for dtypes in MIXED),
     *(of_groups((3, 16, 4, 6), 4, dtypes, layout=layout, dy_layout=dy_layout, activation="silu")
       for dtypes in ((F32, None), (BF16, None))
-      for layout in Groups.LAYOUTS for dy_layout in (None, "contiguous", "channels_last")),
+      for layout in families.Groups.LAYOUTS for dy_layout in (None, "contiguous", "channels_last")),
     of_groups((2, 16, 3, 4, 6), 4, (BF16, None), layout="channels_last"),
     of_groups((2, 40, 9), 8, (BF16, None), layout="channels_last", modulation="both"),
 ]  # fmt: skip
 GROUPS_ON_CUDA = [
-    *(call for call, _ in GROUP_KERNELS),
+    *(call for call, _ in families.GROUP_KERNELS),
     of_groups((2, 64, 64, 64), 4, (F64, None), activation="gelu"),
     of_groups((2, 6, 30, 33), 3, (F64, None)),
     of_groups((1, 1280, 32, 32), 32, (F64, None), layout="channels_last", modulation="both"),
@@ -395,10 +378,10 @@ GATED_SHAPES: Any = [
 GATED = [
     Gated((8, 64), BF16, weight_offset=1.0, out_dtype=F32),  # added in float32
     *(Gated((5, 7, 64), x, weight, gate_dtype=gate, **form)
-      for form in (*GATED_FORMS, {**GATED_FORMS[3], "weight_offset": 1.0})
+      for form in (*families.GATED_FORMS, {**families.GATED_FORMS[3], "weight_offset": 1.0})
       for x, gate, weight in GATED_DTYPES),
     *(Gated(shape, x, F32, gate_dtype=x, **form, **options)
-      for form in (GATED_FORMS[0], GATED_FORMS[7]) for x in (BF16, F32)
+      for form in (families.GATED_FORMS[0], families.GATED_FORMS[7]) for x in (BF16, F32)
       for shape, options in GATED_SHAPES),
 ]  # fmt: skip
 # Weight's dtype (None: there is none), whether there is a bias, the activation, the layouts of x
@@ -442,7 +425,7 @@ def gated_kernels(dtype, gate_first):
 # ---- Heads.
 
 
-of = of_heads
+of = families.of_heads
 HEADS = [
     of(), of(interleaved=True),
     of(dtype=F32), of(dtype=F32, interleaved=True), of(dtype=F16),
@@ -464,7 +447,7 @@ HEADS = [
       for dtype in (F32, BF16)),
     *(of(angles="doubled", interleaved=True, cols=12, rotary=rotary) for rotary in (4, 12)),
     *(of(layout=layout, seq_dim=seq_dim, cols=128)
-      for layout in HEAD_LAYOUTS for seq_dim in (1, 2)),
+      for layout in families.HEAD_LAYOUTS for seq_dim in (1, 2)),
     of(heads=(1, 1), positions=33, batch=1), of(heads=(40, 5), cols=256),
     of(heads=(3, 17), cols=64, positions=7), of(positions=1, batch=1),
     of(positions=700, batch=3, heads=(16, 4)), of(positions=129, cols=30, dtype=F32),
@@ -474,27 +457,21 @@ HEADS = [
 # ---- The contract.
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [*ROWS, *of_modulations(False), *of_modulations(True), *of_gates(), *CHANNELS, *OF_GROUPS,
-     *GATED, *HEADS, *PACKED],
-    ids=str,
-)  # fmt: skip
+EVERYWHERE = [
+    *ROWS, *of_modulations(False), *of_modulations(True), *of_gates(), *CHANNELS, *OF_GROUPS,
+    *GATED, *HEADS, *families.PACKED,
+]  # fmt: skip
+ON_CUDA = [*ROWS_ON_CUDA, *MODULATED_ON_CUDA, *CHANNELS_ON_CUDA, *GROUPS_ON_CUDA]
+
+
+@numerics.on_devices("problem", EVERYWHERE, [*EVERYWHERE, *ON_CUDA])
 def test_accuracy(device, problem):
     check(problem, device)
 
 
-@pytest.mark.parametrize("problem", FORWARD, ids=str)
+@numerics.on_devices("problem", FORWARD, [*FORWARD, *FORWARD_ON_CUDA])
 def test_accuracy_without_gradients(device, problem):
     check(problem, device, backward=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "problem", [*ROWS_ON_CUDA, *MODULATED_ON_CUDA, *CHANNELS_ON_CUDA, *GROUPS_ON_CUDA], ids=str
-)
-def test_accuracy_on_cuda(problem):
-    check(problem, "cuda")
 
 
 def batches(name, problems, size=20):
@@ -518,12 +495,6 @@ def batches(name, problems, size=20):
 def test_accuracy_at_limits_on_cuda(problems):
     for problem in problems:
         check(problem, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("problem", FORWARD_ON_CUDA, ids=str)
-def test_accuracy_without_gradients_on_cuda(problem):
-    check(problem, "cuda", backward=False)
 
 
 @pytest.mark.gpu
@@ -570,24 +541,24 @@ MORE: list[dict[str, Any]] = [
     ],
     ids=str,
 )  # fmt: skip
-def test_every_strategy_of_forward(plans, problem):
-    numerics.check_strategy(plans, problem, [*COLS, 17, 32768], backward=False)
+def test_every_strategy_of_forward(problem):
+    numerics.check_strategy(problem, [*COLS, 17, 32768], backward=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", ["odd column slice", "sliced leading"])
-def test_every_strategy_with_odd_rows_of_memory(plans, strategy, kind):
+def test_every_strategy_with_odd_rows_of_memory(strategy, kind):
     problem = Problem((1,), layout=kind, forced=(strategy, None))
     cols = (37, 64, 300, 1000, 8192, 65536)
-    numerics.check_strategy(plans, problem, cols, backward=False, leading=(5, 4))
+    numerics.check_strategy(problem, cols, backward=False, leading=(5, 4))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"activation": "gelu", "scale": 0.5}, rms], ids=str)
 @pytest.mark.parametrize("dtypes", [*MIXED, (F64, None)], ids=numerics.ids)
 @pytest.mark.parametrize("strategy", BACKWARD)
-def test_every_strategy_of_backward(plans, strategy, dtypes, options):
+def test_every_strategy_of_backward(strategy, dtypes, options):
     problem = Problem((1,), *dtypes, forced=(None, strategy), **options)
     # A large sample, because the greatest error, PyTorch's too, is that of a single element.
-    numerics.check_strategy(plans, problem, COLS, sample=1 << 17)
+    numerics.check_strategy(problem, COLS, sample=1 << 17)

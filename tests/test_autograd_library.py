@@ -32,18 +32,16 @@ PACKAGE = Path(fused_layernorm.__file__).parent
 ops = torch.ops.fused_layernorm
 
 
-BUILT = "(2.9 2.10 2.11)"
 NO_LIBRARY = "this build has no library for torch"
-NO_RELEASE = "is no release, so its C++ interface is not known"
 # (torch's version, whether the library is disabled, the library's, why)
 CHOICES = [
     *((f"{minor}{more}", False, minor, f"compiled for torch {minor}")
       for minor, more in [("2.11", ".0"), ("2.11", ".3+cu130"), ("2.9", ".1+cpu"), ("2.10", ""),
                           ("2.10", ".0.post1")]),
-    *((version, False, None, f"torch {version} {NO_RELEASE}")
+    *((version, False, None, f"torch {version} is no release, so its C++ interface is not known")
       for version in ("2.11.0a0+git1234567", "2.11.0a0+5228986c39.nv25.09", "2.11.0rc1",
                       "2.14.0.dev20261101+cu130", "unknown")),
-    *((f"{minor}.0", False, None, f"{NO_LIBRARY} {minor} {BUILT}; {REMEDY}")
+    *((f"{minor}.0", False, None, f"{NO_LIBRARY} {minor} (2.9 2.10 2.11); {REMEDY}")
       for minor in ("2.12", "3.10")),
     ("2.11.0", True, None, "FUSED_LAYERNORM_PYTHON_AUTOGRAD=1"),
 ]  # fmt: skip

@@ -6,9 +6,11 @@ still for longer than a memory access takes. What is not ordered by an instructi
 another order than it does alone.
 """
 
+import math
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numerics
@@ -29,8 +31,18 @@ def call_of(problem, *, only_forward=False):
     return lambda: [*numerics.ours(t, backward=not only_forward).values()]
 
 
+# Rows, columns, dtype, and the strategies of the two directions.
+ROWS: list[Any] = [
+    (32_768, 512, BF16, "warp", "warp"), (20_000, 229, BF16, "warp", "warp"),
+    (20_000, 1021, BF16, "warp", "block"), (32_768, 4096, BF16, "block", "block"),
+    (20_000, 2561, BF16, "block", "block"), (2048, 32_768, BF16, "block", "split"),
+    (64, 4096, BF16, "block", "few_rows"), (512, 262_144, BF16, "ring", "split"),
+    (64, 150_528, F32, "ring", "split"), (32, 2_097_152, BF16, "ring", "split"),
+    (16, 4_194_304, F32, "ring", "stream"), (8, 9_437_184, BF16, "stream", "stream"),
+    (350, 88_801, F32, "stream", "split"),
+]  # fmt: skip
 # Shape, groups, dtype, and the strategies of the two directions, with the blocks of a group.
-GROUPS = [
+GROUPS: list[Any] = [
     ((64, 256, 40, 40), 32, BF16, ("held", 1), ("held", 1)),
     ((64, 256, 56, 56), 32, BF16, ("held", 1), ("held", 2)),
     ((4, 320, 64, 64), 32, BF16, ("held", 8), ("tiles", None)),
@@ -43,58 +55,33 @@ GROUPS = [
     ((128, 16, 101, 103), 4, F32, ("held", 8), ("held", 8)),
     ((512, 8192, 1, 1), 512, F32, ("held", 1), ("tiles", None)),
 ]
-# Rows, columns, dtype, and the strategies of the two directions.
-ROWS = [
-    (32_768, 512, BF16, "warp", "warp"), (20_000, 229, BF16, "warp", "warp"),
-    (20_000, 1021, BF16, "warp", "block"), (32_768, 4096, BF16, "block", "block"),
-    (20_000, 2561, BF16, "block", "block"), (2048, 32_768, BF16, "block", "split"),
-    (64, 4096, BF16, "block", "few_rows"), (512, 262_144, BF16, "ring", "split"),
-    (64, 150_528, F32, "ring", "split"), (32, 2_097_152, BF16, "ring", "split"),
-    (16, 4_194_304, F32, "ring", "stream"), (8, 9_437_184, BF16, "stream", "stream"),
-    (350, 88_801, F32, "stream", "split"),
-]  # fmt: skip
+# Of logical warps, a few rows, blocks, groups of columns behind a gate, long rows.
 GATES: list[Any] = [
-    ("gated", (65_536, 128), {"affine": "weight"}),
-    ("gated, few rows", (32, 128), {"affine": "weight"}),
-    ("gated, by blocks", (8192, 8192), {"affine": "weight"}),
-    ("a gate, then the norm of groups", (8192, 8192),
-     {"affine": "weight", "gate_first": True, "group_size": 1024}),
-    ("gated, long rows", (512, 40_000), {"gate_activation": "sigmoid"}),
+    *(Gated((rows, cols), BF16, affine="weight")
+      for rows, cols in ((65_536, 128), (32, 128), (8192, 8192))),
+    Gated((8192, 8192), BF16, affine="weight", gate_first=True, group_size=1024),
+    Gated((512, 40_000), BF16, gate_activation="sigmoid"),
 ]  # fmt: skip
-CASES: dict[str, Any] = {
-    **{str(p): p for p in (Problem((count, cols), dtype) for count, cols, dtype, *_ in ROWS)},
-    "groups": modulated((64, 256, 1152), dtypes=HALF),
-    "groups with a gate": modulated((8, 1024, 1152), gated=True, dtypes=HALF),
-    "groups, short rows": modulated((64, 256, 128), dtypes=HALF),
-    "groups of one row": modulated((1, 4608, 3072), "token", dtypes=HALF),
-    "channels": over_channels((64, 96, 56, 56), BF16),
-    "channels_last": over_channels((64, 384, 14, 14), BF16, layout="channels_last"),
-    "heads": Heads((2, 4096, 128), BF16, heads=(16, 16)),
-    "packed heads": Packed((2, 4096, 128), BF16, heads=(16, 4), packing="h3d"),
-    "packed heads, rotated": Packed((2, 4096, 64), BF16, statistic=None, affine="none"),
-    **{
-        f"{name}{', all of one type' * rounds}": Gated(shape, BF16, rounds=rounds, **options)
-        for rounds in (False, True)
-        for name, shape, options in GATES
-    },
-    **{
-        f"{groups} groups of {shape}": of_groups(
-            shape, groups, (dtype, None), activation="silu")
-        for shape, groups, dtype, forward, backward in GROUPS
-    },
-    "groups in channels_last": of_groups(
-        (2, 320, 128, 128), 32, (BF16, None), activation="silu", layout="channels_last"),
-    "groups in one tile of channels_last": of_groups(
-        (512, 24, 7, 15), 3, activation="silu", layout="channels_last"),
-    "groups with a modulation": of_groups((2, 640, 64, 64), 32, (BF16, None), modulation="both"),
-}  # fmt: skip
-# Forward alone.
-FORWARD: dict[str, Any] = {
-    "ring": Problem((512, 262_144), BF16),
-    "ring, RMSNorm": Problem((4096, 65_536), BF16, statistic="rms", affine="weight"),
-    "ring, float32": Problem((128, 1_048_576)),
-    "ring with an activation": Problem((64, 163_840), BF16, activation="silu"),
-}
+CASES: list[Any] = [
+    *(Problem((count, cols), dtype) for count, cols, dtype, *_ in ROWS),
+    modulated((64, 256, 1152), dtypes=HALF), modulated((8, 1024, 1152), gated=True, dtypes=HALF),
+    modulated((64, 256, 128), dtypes=HALF), modulated((1, 4608, 3072), "token", dtypes=HALF),
+    over_channels((64, 96, 56, 56), BF16),
+    over_channels((64, 384, 14, 14), BF16, layout="channels_last"),
+    Heads((2, 4096, 128), BF16, heads=(16, 16)),
+    Packed((2, 4096, 128), BF16, heads=(16, 4), packing="h3d"),
+    Packed((2, 4096, 64), BF16, statistic=None, affine="none"),
+    *GATES, *(replace(problem, rounds=True) for problem in GATES),
+    *(of_groups(shape, groups, (dtype, None), activation="silu")
+      for shape, groups, dtype, *_ in GROUPS),
+    of_groups((2, 320, 128, 128), 32, (BF16, None), activation="silu", layout="channels_last"),
+    of_groups((512, 24, 7, 15), 3, activation="silu", layout="channels_last"),  # in one tile
+    of_groups((2, 640, 64, 64), 32, (BF16, None), modulation="both"),
+]  # fmt: skip
+FORWARD: list[Any] = [  # alone
+    Problem((512, 262_144), BF16), Problem((4096, 65_536), BF16, statistic="rms", affine="weight"),
+    Problem((128, 1_048_576)), Problem((64, 163_840), BF16, activation="silu"),
+]  # fmt: skip
 
 
 def elementwise(until):
@@ -156,27 +143,27 @@ def other_norms():
     return [call_of(Problem(shape, BF16)) for shape in sizes]
 
 
-@pytest.mark.parametrize(("count", "cols", "dtype", "forward", "backward"), ROWS)
-def test_the_strategies_of_the_rows(count, cols, dtype, forward, backward):
-    aligned = cols * dtype.itemsize % 16 == 0
-    for is_backward, strategy in ((False, forward), (True, backward)):
-        p = plan(count, cols, dtype, aligned=aligned, backward=is_backward)
-        assert p["strategy"] == strategy
-
-
-@pytest.mark.parametrize(("shape", "groups", "dtype", "forward", "backward"), GROUPS)
-def test_the_strategies_of_the_groups(shape, groups, dtype, forward, backward):
-    positions = shape[2] * shape[3]
-    for is_backward, expected in ((False, forward), (True, backward)):
-        p = group_plan(shape[0], shape[1], positions, groups, dtype, backward=is_backward)
-        assert (p["strategy"], p.get("blocks_per_group")) == expected
+@pytest.mark.parametrize(("shape", "of", "dtype", "forward", "backward"), [*ROWS, *GROUPS], ids=str)
+def test_the_strategies(shape, of, dtype, forward, backward):
+    for is_backward, strategy in enumerate((forward, backward)):
+        how: Any = {"backward": bool(is_backward)}
+        if isinstance(shape, int):
+            assert plan(shape, of, dtype, **how)["strategy"] == strategy
+        else:
+            samples, channels, *sizes = shape
+            p = group_plan(samples, channels, math.prod(sizes), of, dtype, **how)
+            assert (p["strategy"], p.get("blocks_per_group")) == strategy
 
 
 @pytest.mark.gpu
 @pytest.mark.beside
-@pytest.mark.parametrize("name", CASES | FORWARD)
-def test_bits_beside_other_work(name, other_norms):
-    call = call_of((CASES | FORWARD)[name], only_forward=name in FORWARD)
+@pytest.mark.parametrize(
+    ("problem", "only_forward"),
+    [*((p, False) for p in CASES), *((p, True) for p in FORWARD)],
+    ids=str,
+)
+def test_bits_beside_other_work(problem, only_forward, other_norms):
+    call = call_of(problem, only_forward=only_forward)
     alone = call()
     works = {
         "elementwise kernels": [elementwise] * 3,

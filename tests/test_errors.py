@@ -6,6 +6,7 @@ import functools
 import math
 import re
 import shutil
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,6 @@ OF_WEIGHT = f"weight of shape [8], {OF_INPUT}"
 BESIDE_A_STREAM = "of dtype bfloat16 or float32 beside input and residual of bfloat16 and float32"
 IMAGE: Any = {"input": ((2, 6, 4, 4), F32), "weight": None}
 OF_CHANNELS = "weight of shape [6], the size of dimension 1 of input, got shape"
-ONLY_LAST = "group_size beside the last dimension alone to normalize over"
 ACTIVATIONS = "activation None, 'gelu', 'gelu_tanh', 'silu'"
 OF_GATE = "gate of the shape of input, [4, 8], got shape"
 OF_ALL_CHANNELS = "of shape [6], a number for each channel of input, got shape"
@@ -64,7 +64,6 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
      "eps to be a number, got nan", {"eps": NAN}),
     ("layer_norm rms_norm ada_layer_norm rms_norm_gated group_norm qk_norm_rope qkv_norm_rope", T,
      "eps to be a number, got str", {"eps": "1e-5"}),
-    (PLAIN, T, "eps to be a number, got NoneType", {"eps": None}),
     ("layer_norm group_norm", T, "scale to be a number, got str", {"scale": "2"}),
     (PLAIN, V, "scale to be a finite number, got nan", {"scale": NAN}),
     ("group_norm", V, "scale to be a finite number, got inf", {"scale": INF}),
@@ -90,24 +89,17 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("add_ada_layer_norm", T, "residual to be a tensor, got NoneType", {"residual": None}),
     # ---- Of plain norms, over one dimension, over groups of columns.
     (PLAIN, NONE, f"input of dtype {FLOATS}, got int32", {"input": ((4, 8), torch.int32)}),
-    (PLAIN, NONE, f"input of dtype {FLOATS}, got float8_e4m3fn",
-     {"input": ((4, 8), torch.float8_e4m3fn)}),
     (PLAIN, NONE, f"weight of dtype {FLOATS}, got int64", {"weight": ((8,), INT)}),
-    (PLAIN, R, f"weight of shape [4, 8], {OF_INPUT} [1, 8]", {"weight": ((1, 8), F32)}),
     (PLAIN, R, f"bias of shape [8], {OF_INPUT} [4]", {"bias": ((4,), F32)}),
     (PLAIN, R, "input of at least the 3 dimensions of normalized_shape, [2, 4, 8], got input of "
      "shape [4, 8]", {"weight": ((2, 4, 8), F32)}),
     (PLAIN, R, "weight to have at least one dimension, got a scalar", {"weight": ((), F32)}),
-    (PLAIN, R, "input of at least the 1 dimensions of normalized_shape, [8], got input of shape []",
-     {"input": ((), F32)}),
     (PLAIN, R, "input of at least the 3 dimensions of normalized_shape, got input of shape [4, 8]",
      {"weight": None, "normalized_shape": (2, 4, 8)}),
     ("layer_norm ada_layer_norm", R,
      "input whose last dimensions are normalized_shape [4], got input of shape [4, 8]",
      {"weight": None, "normalized_shape": (4,)}),
     (PLAIN, R, f"weight of shape [4, 8], {OF_INPUT} [8]", {"normalized_shape": (4, 8)}),
-    (PLAIN, R, f"bias of shape [8], {OF_INPUT} [4, 8]",
-     {"bias": ((4, 8), F32), "normalized_shape": (8,)}),
     (PLAIN, R, "normalized_shape to have at least one dimension, got ()",
      {"weight": None, "normalized_shape": ()}),
     (PLAIN, T, "normalized_shape to hold ints, got an element of float",
@@ -130,15 +122,12 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
         (V, "dim or normalized_shape, got both of them", {"dim": 1, "normalized_shape": (6,)}),
         (R, f"{OF_CHANNELS} [5]", {"dim": 1, "weight": ((5,), F32)}),
         (R, f"{OF_CHANNELS} [6, 4]", {"dim": 1, "weight": ((6, 4), F32)}),
-        (R, "weight of dtype float32 beside input of float32, got float16",
-         {"dim": 1, "weight": ((6,), F16)}),
     ], **IMAGE),
-    *(("rms_norm", V, ONLY_LAST, {"weight": None, "group_size": 4, **other})
+    *(("rms_norm", V, "group_size beside the last dimension alone to normalize over",
+       {"weight": None, "group_size": 4, **other})
       for other in ({"normalized_shape": (4, 8)}, {"dim": 0})),
     ("rms_norm", R, f"{OF_WEIGHT} [4]", {"input": W, "weight": ((4,), F32), "group_size": 4}),
     # ---- With a residual, and a gate, also beside an activation.
-    ("add_layer_norm", NONE, f"residual of dtype {FLOATS}, got int64",
-     {"residual": ((4, 8), INT)}),
     ("add_layer_norm", R, f"weight {BESIDE_A_STREAM}, got float64",
      {"input": ((4, 8), BF16), "weight": ((8,), F64)}),
     *(row for options in ({}, {"activation": "gelu"}) for row in of("add_layer_norm", [
@@ -147,22 +136,14 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
         (R, f"gate {BROADCASTS} [3, 8]", {"gate": ((3, 8), F32)}),
         (R, "gate of dtype float32 beside input and residual of float32 and float32, got float16",
          {"gate": ((8,), F16)}),
-        (V, "normalized_shape, weight or bias, got none of them", {"weight": None}),
-        (R, f"{OF_WEIGHT} [3]", {"weight": ((3,), F32)}),
     ], gate=W, **options)),
     # ---- With modulations.
     ("ada_layer_norm", R, f"shift {BROADCASTS} [3, 8]", {"shift": ((3, 8), F32)}),
     ("ada_layer_norm", R, f"scale {BROADCASTS.replace('4', '1')} [4, 8]",
      {"input": ((1, 8), F32), "shift": None, "scale": X}),
     ("ada_layer_norm", R, f"scale {BROADCASTS} [1, 4, 8]", {"scale": ((1, 4, 8), F32)}),
-    ("ada_layer_norm", R, f"shift {BROADCASTS} [4, 0]", {"shift": ((4, 0), F32)}),
-    ("ada_layer_norm", NONE, f"scale of dtype {FLOATS}, got int64", {"scale": ((8,), INT)}),
     ("ada_layer_norm", R, "shift of dtype float32 beside input of float32, got bfloat16",
      {"shift": ((8,), BF16)}),
-    ("ada_layer_norm", R, "scale of dtype float16 or float32 beside input of float16, got bfloat16",
-     {"input": ((4, 8), F16), "scale": ((8,), BF16)}),
-    ("ada_layer_norm", R, "input of at least the 1 dimensions of normalized_shape, got input of "
-     "shape []", {"input": ((), F32), "weight": None, "shift": ((), F32)}),
     ("ada_layer_norm", V, "statistic 'layer' or 'rms', got 'batch'", {"statistic": "batch"}),
     ("add_ada_layer_norm", R, f"gate {BROADCASTS} [2, 8]", {"gate": ((2, 8), F32)}),
     ("add_ada_layer_norm", R, f"gate {BESIDE_A_STREAM}, got float16",
@@ -171,18 +152,8 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     *of("rms_norm_gated", [
         (R, f"{OF_GATE} [4, 1]", {"gate": ((4, 1), F32)}), (R, f"{OF_GATE} [8]", {"gate": W}),
         (T, "gate to be a tensor, got NoneType", {"gate": None}),
-        (NONE, f"gate of dtype {FLOATS}, got int64", {"gate": ((4, 8), INT)}),
-        (NONE, f"gate of dtype {FLOATS}, got complex64", {"gate": ((4, 8), torch.complex64)}),
         (R, f"{OF_WEIGHT} [4]", {"weight": ((4,), F32), "group_size": 4}),
-        (R, f"bias of shape [8], {OF_INPUT} [1, 8]", {"bias": ((1, 8), F32)}),
-        (R, "weight of dtype float32 beside input of float32, got bfloat16",
-         {"weight": ((8,), BF16)}),
-        (R, "weight and bias of one dtype, got bfloat16 and float32",
-         {"input": ((4, 8), BF16), "weight": ((8,), BF16), "bias": W}),
         (V, "gate_activation 'silu' or 'sigmoid', got 'tanh'", {"gate_activation": "tanh"}),
-        (V, "gate_activation 'silu' or 'sigmoid', got None", {"gate_activation": None}),
-        (V, "group_size of at least 1, got -4", {"group_size": -4}),
-        (T, "group_size to be an int, got float", {"group_size": 4.0}),
         (T, "group_size to be an int, got bool", {"group_size": True}),
         (V, "input of at least the 1 dimensions of normalized_shape, got input of shape []",
          {"input": ((), F32), "gate": ((), F32), "weight": None}),
@@ -191,25 +162,14 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     *of("group_norm", [
         (R, "num_groups that divides the 6 channels of input, got 4", {"num_groups": 4}),
         (R, "num_groups of at least 1, got 0", {"num_groups": 0}),
-        (R, "num_groups of at least 1, got -2", {"num_groups": -2}),
-        (T, "num_groups to be an int, got float", {"num_groups": 2.0}),
         (T, "num_groups to be an int, got bool", {"num_groups": True}),
         (T, "num_groups to be an int, got NoneType", {"num_groups": None}),
         (R, "input of at least two dimensions, (samples, channels, ...), got shape [6]",
          {"input": ((6,), F32)}),
-        (NONE, f"input of dtype {FLOATS}, got int64", {"input": ((4, 6), INT)}),
         (R, f"weight {OF_ALL_CHANNELS} [3]", {"weight": ((3,), F32)}),
-        (R, f"bias {OF_ALL_CHANNELS} [1, 6]", {"bias": ((1, 6), F32)}),
-        (R, "weight of dtype float32 beside input of float32, got bfloat16",
-         {"weight": ((6,), BF16)}),
-        (R, "weight of dtype float16 or float32 beside input of float16, got bfloat16",
-         {"input": ((4, 6, 5), F16), "weight": ((6,), BF16)}),
-        (R, "weight and bias of one dtype, got bfloat16 and float32",
-         {"input": ((4, 6, 5), BF16), "weight": ((6,), BF16), "bias": ((6,), F32)}),
         (V, f"{ACTIVATIONS}, 'relu' or 'leaky_relu', got 'tanh'", {"activation": "tanh"}),
     ]),
     ("ada_group_norm", R, f"shift {OF_SAMPLES} [6]", {"shift": ((6,), F32)}),
-    ("ada_group_norm", R, f"scale {OF_SAMPLES} [1, 6]", {"scale": ((1, 6), F32)}),
     ("ada_group_norm", R, f"shift {OF_SAMPLES} [4, 6, 5]", {"shift": ((4, 6, 5), F32)}),
     ("ada_group_norm", R, "shift of dtype float32 beside input of float32, got float64",
      {"shift": ((4, 6), F64)}),
@@ -229,10 +189,8 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     *of("qk_norm_rope", [
         (R, "q of four dimensions, (batch, positions, heads, columns) or with seq_dim=2 (batch, "
          "heads, positions, columns), got shape [3, 4, 8]", {"q": ((3, 4, 8), F32)}),
-        (NONE, f"q of dtype {FLOATS}, got int64", {"q": ((2, 3, 4, 8), INT)}),
         (R, "k of q's dtype, float32, got float16", {"k": ((2, 3, 2, 8), F16)}),
         (R, f"{UNLIKE} [2, 3, 2, 6]", {"k": ((2, 3, 2, 6), F32)}),
-        (R, f"{UNLIKE} [2, 4, 2, 8]", {"k": ((2, 4, 2, 8), F32)}),
         (T, "k to be a tensor, got NoneType", {"k": None}),
         (R, f"sin {OF_ANGLES} [4, 4]", {"sin": ((4, 4), F32)}),
         (R, f"sin {OF_ANGLES} [3, 3, 4]", {"sin": ((3, 3, 4), F32)}),
@@ -257,7 +215,6 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
          "got shape [2, 3, 4, 3, 8]", {"qkv": ((2, 3, 4, 3, 8), F32)}),
         (R, "qkv of shape (batch, positions, heads, 3, columns) or (batch, positions, columns), "
          "got shape [2, 3, 3, 4, 8]", {"layout": "h3d"}),
-        (NONE, f"qkv of dtype {FLOATS}, got int64", {"qkv": ((2, 3, 3, 4, 8), INT)}),
         (V, "num_kv_heads 4 beside qkv of [2, 3, 3, 4, 8], got 2", {"num_kv_heads": 2}),
         (V, "head_dim 8 beside qkv of [2, 3, 3, 4, 8], got 4", {"head_dim": 4}),
         (T, "num_kv_heads to be an int, got float", {"num_kv_heads": 2.0}),
@@ -415,22 +372,27 @@ def of_two_lengths(layout):
     return torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=layout)
 
 
-LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
-    "layout sparse_coo": lambda: torch.eye(8).to_sparse(),
-    "layout sparse_csr": lambda: torch.eye(8).to_sparse_csr(),
-    "a nested tensor": lambda: of_two_lengths(torch.strided),
-    "a nested tensor, jagged": lambda: of_two_lengths(torch.jagged),
-    "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(8, 8), 0.1, 0, torch.quint8),
+DENSE = "to be a dense tensor, got"
+NOT_TAKEN: dict[str, Callable[[], torch.Tensor]] = {
+    f"{DENSE} layout sparse_coo": lambda: torch.eye(8).to_sparse(),
+    f"{DENSE} layout sparse_csr": lambda: torch.eye(8).to_sparse_csr(),
+    f"{DENSE} a nested tensor": lambda: of_two_lengths(torch.strided),
+    f"{DENSE} a nested tensor, jagged": lambda: of_two_lengths(torch.jagged),
+    f"{DENSE} a quantized tensor": lambda: torch.quantize_per_tensor(
+        torch.ones(8, 8), 0.1, 0, torch.quint8
+    ),
+    f"of dtype {FLOATS}, got int64": lambda: torch.ones(8, 8, dtype=INT),
+    f"of dtype {FLOATS}, got complex64": lambda: torch.ones(8, 8, dtype=torch.complex64),
+    f"of dtype {FLOATS}, got float8_e4m3fn": lambda: torch.ones(8, 8).to(torch.float8_e4m3fn),
 }
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's, of prototypes
-@every_argument(lambda what: what != "weight", kind=[*LAYOUTS], requires_grad=[False, True])
-def test_layouts(device, name, what, kind, requires_grad):
+@every_argument(lambda what: what != "weight", kind=[*NOT_TAKEN], requires_grad=[False, True])
+def test_layouts_and_dtypes(device, name, what, kind, requires_grad):
     with torch.device(device):
-        given = {**ones(name, device, requires_grad), what: LAYOUTS[kind]()}
-    sentence = f"expected {what} to be a dense tensor, got {kind.split(',')[0]}"
-    with says(NotImplementedError, sentence):
+        given = {**ones(name, device, requires_grad), what: NOT_TAKEN[kind]()}
+    with says(NotImplementedError, f"expected {what} {kind.removesuffix(', jagged')}"):
         getattr(fl, name)(**given)
     given = ones("layer_norm", device, requires_grad)
     given["weight"] = given["weight"].detach().to_sparse()
@@ -648,27 +610,19 @@ NO_MEMORY = ("CUDA out of memory: fused_layernorm could not allocate 1.0 MiB on 
 
 
 @pytest.mark.cpu_operators
+@pytest.mark.parametrize("message", [NO_MEMORY, "another failure"], ids=["", "another"])
 @pytest.mark.parametrize("add", [False, True])
-def test_a_failed_allocation_is_out_of_memory(device, monkeypatch, add):
+def test_a_failed_allocation_is_out_of_memory(device, monkeypatch, add, message):
     """C++ under the stable ABI can only raise a RuntimeError, which becomes an OutOfMemoryError.
     An operator's other failures are raised unchanged."""
     function: Any = add_layer_norm if add else layer_norm
+    failing = unittest.mock.Mock(side_effect=RuntimeError(message))
+    monkeypatch.setattr(FORWARD[add], "call", failing)
     x = torch.ones(4, 8, device=device)
-
-    def raised(failure):
-        def fail(*args):
-            raise failure
-
-        monkeypatch.setattr(FORWARD[add], "call", fail)
-        with pytest.raises(type(failure)) as caught:
-            function(*(x, x)[: 1 + add], normalized_shape=(8,), activation="relu")
-        return caught.value
-
-    found = raised(RuntimeError(NO_MEMORY))
-    assert type(found) is torch.OutOfMemoryError
-    assert str(found) == NO_MEMORY
-    for failure in (torch.OutOfMemoryError("no memory"), RuntimeError("another failure")):
-        assert raised(failure) is failure
+    with pytest.raises(RuntimeError) as caught:
+        function(*(x, x)[: 1 + add], normalized_shape=(8,), activation="relu")
+    assert type(caught.value) is (torch.OutOfMemoryError if message == NO_MEMORY else RuntimeError)
+    assert str(caught.value) == message
 
 
 @pytest.fixture

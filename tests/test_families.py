@@ -7,26 +7,14 @@ import itertools
 import math
 from typing import Any
 
+import families
 import libraries
 import numerics
 import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from families import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    GATED_FORMS,
-    GROUP_KERNELS,
-    MODULATED_DTYPES,
-    ORDERS,
-    Gated,
-    of_groups,
-    of_heads,
-    of_packed,
-)
+from families import BF16, F16, F32, F64, MODULATED_DTYPES, of_heads, of_packed
 from forms import Calls
 from golden_plans import group_plan
 from numerics import ids, make, modulated, ours
@@ -49,25 +37,19 @@ pytestmark = pytest.mark.cpu_operators
 # ---- Modulations.
 
 
-def test_without_any_modulation_it_is_layer_norm(device):
-    x, residual = torch.randn(2, 3, 5, 32, device=device)
-    weight, bias = torch.randn(2, 32, device=device)
-    y = fl.ada_layer_norm(x, None, None, weight, bias)
-    assert torch.equal(y, fl.layer_norm(x, weight, bias))
-    found = fl.add_ada_layer_norm(x, residual, None, None, None, weight, bias)
-    assert all(map(torch.equal, found, fl.add_layer_norm(x, residual, weight, bias)))
-
-
 @pytest.mark.parametrize("kind", ["all", "sample", "token"])
 @pytest.mark.parametrize("dtypes", MODULATED_DTYPES, ids=ids)
-def test_gate_of_add_layer_norm(device, dtypes, kind):
+def test_without_shift_and_scale_it_is_layer_norm(device, dtypes, kind):
+    """And with a gate alone add_layer_norm with that gate."""
     t = make(modulated((3, 5, 64), kind, gated=True, dtypes=dtypes), device)
-    args = (t.weight, t.bias)
-    found = fl.add_layer_norm(t.x, t.residual, *args, gate=t.gate, normalized_shape=(64,))
-    expected = fl.add_ada_layer_norm(t.x, t.residual, t.gate, None, None, *args)
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+    args: Any = (t.weight, t.bias)
+    shape: Any = {"normalized_shape": (64,)}
+    found = [fl.ada_layer_norm(t.x, None, None, *args, **shape)]
+    expected = [fl.layer_norm(t.x, *args, **shape)]
+    for gate in (None, t.gate):
+        found += fl.add_ada_layer_norm(t.x, t.residual, gate, None, None, *args, **shape)
+        expected += fl.add_layer_norm(t.x, t.residual, *args, gate=gate, **shape)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("how", [{"activation": "gelu"}, {"scale": 0.5}], ids=str)
@@ -122,19 +104,6 @@ def test_any_dimension(device, dim):
     torch.testing.assert_close(y, expected)
 
 
-@pytest.mark.gpu
-def test_no_copy_is_made():
-    x = torch.randn(8, 96, 56, 56, device="cuda").to(BF16).requires_grad_()
-    whole = functools.partial(fl.layer_norm, x, dim=1)
-    by_view = functools.partial(fl.layer_norm, x.permute(0, 2, 3, 1), normalized_shape=96)
-    for norm in (whole, by_view, functools.partial(by_view, out_dtype=F32)):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        y = norm()
-        grown = torch.cuda.max_memory_allocated() - before
-        assert grown < 1.2 * y.nbytes  # y and the statistics
-
-
 @pytest.mark.parametrize("dim", [1, -1, -3])
 def test_onnx(dim):
     class Norms(nn.Module):
@@ -157,7 +126,7 @@ def test_a_vector_of_zeros_stays_zero(device):
 # ---- Groups of channels.
 
 
-@pytest.mark.parametrize(("call", "strategies"), GROUP_KERNELS, ids=str)
+@pytest.mark.parametrize(("call", "strategies"), families.GROUP_KERNELS, ids=str)
 def test_the_strategies_of_group_kernels(call, strategies):
     positions = math.prod(call.shape[2:])
     for backward, strategy in enumerate(strategies.split()):
@@ -173,7 +142,7 @@ def test_the_strategies_of_group_kernels(call, strategies):
 def test_statistics_of_groups(device):
     for dtype in (F32, BF16, F64):
         for shape in ((3, 12, 40), (0, 12, 3), (2, 12, 0)):
-            x = make(of_groups(shape, 4, (dtype, None)), device).x
+            x = make(families.of_groups(shape, 4, (dtype, None)), device).x
             _, mean, rstd = OPS.group_norm_forward(x, 4, None, None, None, None, 1e-5)
             assert mean.shape == rstd.shape == (shape[0], 4)
             assert mean.dtype is rstd.dtype is (F64 if dtype is F64 else F32)
@@ -189,9 +158,9 @@ def test_statistics_of_groups(device):
 # ---- Gates.
 
 
-def inputs(device, shape=(3, 16), dtype=F64, gate=None, weight=None, grad=True) -> Any:
+def inputs(device, shape, dtype, grad=True) -> Any:
     """x, gate, weight and bias."""
-    t = make(Gated(shape, dtype, weight, gate_dtype=gate), device)
+    t = make(families.Gated(shape, dtype), device)
     return [tensor.requires_grad_(grad) for tensor in t.inputs().values()]
 
 
@@ -261,15 +230,6 @@ def test_default_eps_of_heads(device):
     torch.testing.assert_close(y, F.layer_norm(x, (8,), w))
 
 
-def test_bits_do_not_depend_on_the_positions(device):
-    c = of_heads(positions=37, batch=4, cols=128, statistic="layer", affine="both")
-    t = make(c, device)
-    whole, few = ours(t), slice(5, 9)
-    rows = {name: getattr(t, name)[:, few] for name in c.HAVE_ROWS}
-    part = ours(t.but(**rows, cos=t.cos[few], sin=t.sin[few]))
-    assert all(torch.equal(part[name], whole[name][:, few]) for name in c.OF_ROWS)
-
-
 def test_q_without_heads(device):
     t = make(of_heads(heads=(0, 2)), device)
     found = ours(t)
@@ -298,22 +258,6 @@ def test_rotated_results_may_be_written_into(device, interleaved):
     assert q.mul_(factor).requires_grad
 
 
-def test_one_result_alone_has_a_gradient(device):
-    c = of_heads(dtype=F32)
-    t = make(c, device)
-    expected = ours(t)
-    for statistic in ("rms", None):
-        for side, name in enumerate("qk"):
-            leaves: Any = [u.detach().requires_grad_() for u in (t.q, t.k, t.q_weight, t.k_weight)]
-            given = leaves[2:] if statistic else [None, None]
-            found = qk_norm_rope(*leaves[:2], *given, t.cos, t.sin, c.eps, statistic=statistic)
-            found[side].backward(t.gradients()[side])
-            assert leaves[1 - side].grad is None
-            if statistic:
-                assert torch.equal(leaves[side].grad, expected[f"d{name}"])
-                assert leaves[3 - side].grad is None
-
-
 def test_derivatives_of_rotations_alone():
     q, k = (torch.randn(1, 2, n, 6, dtype=F64, requires_grad=True) for n in (2, 4))
     cos, sin = torch.randn(2, 2, 2, dtype=F64)
@@ -325,55 +269,44 @@ def test_derivatives_of_rotations_alone():
     def of_one(qkv):
         return packed.run(qkv, *[None] * 4, cos, sin, *kinds, 1, True)
 
-    for function, given in ((of_both, (q, k)), (of_one, (k,))):
+    def of_k(k):
+        return of_both(q.detach(), k)[1]
+
+    for function, given in ((of_both, (q, k)), (of_k, (k,)), (of_one, (k,))):
         assert gradcheck(function, given)
         assert gradgradcheck(function, given)
 
 
-def test_angles_have_gradients():
-    q, k, cos, sin = (torch.randn(1, 2, *n, dtype=F64, requires_grad=True)
-                      for n in ((2, 6), (1, 6), (2,), (2,)))  # fmt: skip
+@pytest.mark.parametrize("of", [of_heads, of_packed])
+def test_angles_have_gradients(of):
+    small: Any = {"batch": 1, "positions": 2, "heads": (2, 1), "rotary": 4, "angle_dtype": F64}
+    t = make(of(6, F64, statistic=None, affine="none", **small), "cpu")
+    given = t.named((*t.problem.NAMES, "cos", "sin"))
 
     def run(*tensors):
-        return qk_norm_rope(*tensors[:2], None, None, *tensors[2:], 1e-3, rotary_dim=4)
+        return t.problem.forward(t.but(**dict(zip(given, tensors, strict=True))))
 
-    assert gradcheck(run, (q, k, cos, sin), check_forward_ad=True)
-    assert gradgradcheck(run, (q, k, cos, sin))
+    leaves = tuple(u.requires_grad_() for u in given.values())
+    assert gradcheck(run, leaves, check_forward_ad=True)
+    assert gradgradcheck(run, leaves)
 
 
+@pytest.mark.parametrize("how", [{}, {"statistic": None, "affine": "none"}], ids=str)
 @pytest.mark.parametrize("of", [of_heads, of_packed])
-def test_double_backward_of_the_kernels(of, device):
-    t = make(of(dtype=F32, cols=32, positions=3, heads=(3, 3)), device)
-
-    def second(dtype):
-        leaves = [u.detach().to(dtype).requires_grad_() for u in t.inputs().values()]
-        given = dict(zip(t.inputs(), leaves, strict=True))
-        y = t.problem.forward(t.but(**given, cos=t.cos.to(dtype), sin=t.sin.to(dtype)))
-        loss = (y[0].square() * y[-1][:, :, :1]).sum() + y[1].sum()
-        (g,) = torch.autograd.grad(loss, leaves[0], create_graph=True)
-        return torch.autograd.grad(g.square().sum(), leaves[:2])
-
-    for a, b in zip(second(F32), second(F64), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize("of", [of_heads, of_packed])
-def test_vmap_of_heads(of, device):
+def test_vmap_of_heads(of, how, device):
     """To the bit, of one sample after another; a rotation alone, too."""
-    for how in ({}, {"statistic": None, "affine": "none"}):
-        t = make(of(dtype=F32, batch=3, **how), device)
-        names = [name for name in ("qkv", "q", "k") if name in t.inputs()]
+    t = make(of(dtype=F32, batch=3, **how), device)
+    rows = {name: u for name, u in t.inputs().items() if name in ("qkv", "q", "k")}
 
-        def run(*rows, t=t, names=names):
-            given = zip(names, (x[None] for x in rows), strict=True)
-            return t.problem.forward(t.but(**dict(given)))
+    def run(rows):
+        return t.problem.forward(t.but(**{name: x[None] for name, x in rows.items()}))
 
-        with Calls() as called:
-            found = torch.vmap(run)(*(getattr(t, name) for name in names))
-        # Not one for each sample, as parameters of samples make it.
-        assert called.names == ["qk_norm_rope"] or of is of_packed
-        for a, b in zip(found, t.problem.forward(t), strict=True):
-            assert torch.equal(a.squeeze(1), b)
+    with Calls() as called:
+        found = torch.vmap(run)(rows)
+    # Not one for each sample, as parameters of samples make it.
+    assert called.names == ["qk_norm_rope"] or of is of_packed
+    for a, b in zip(found, t.problem.forward(t), strict=True):
+        assert torch.equal(a.squeeze(1), b)
 
 
 @pytest.mark.gpu
@@ -418,31 +351,19 @@ def packed_in_rows_of(qkv):
     return q + k + v
 
 
-def groups_of(x, weight, bias):
-    return fl.group_norm(x, 3, weight, bias, activation="silu")
-
-
-def channels_of(x, weight, bias):
-    return fl.layer_norm(x, weight, bias, dim=1)
-
-
 def gated(i, x, gate, weight, bias):
-    return fl.rms_norm_gated(x, gate, weight, bias=bias, **GATED_FORMS[i])
-
-
-class Traced(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.forward = function
+    return fl.rms_norm_gated(x, gate, weight, bias=bias, **families.GATED_FORMS[i])
 
 
 IMAGES = [(2, 6, 4, 4), (2, 1, 4, 4), (2, 6, 1, 1)]
 TRACED: list[Any] = [  # functions, and the shapes of their tensors
     (heads_of, [(2, 5, 6, 64), (2, 5, 2, 64), (64,), (64,)]),
     (packed_of, [(2, 5, 3, 2, 16), (16,), (16,)]), (packed_in_rows_of, [(2, 5, 64)]),
-    (groups_of, [IMAGES[0], (6,), (6,)]),
-    *((channels_of, [shape, shape[1:2], shape[1:2]]) for shape in IMAGES),
+    (lambda x, w, b: fl.group_norm(x, 3, w, b, activation="silu"), [IMAGES[0], (6,), (6,)]),
+    *((functools.partial(fl.layer_norm, dim=1), [shape, shape[1:2], shape[1:2]])
+      for shape in IMAGES),
     *((functools.partial(gated, i), [(4, 16), (4, 16), (16,), (16,)]) for i in (0, 5)),
+    (lambda x, weight: fl.rms_norm(x, weight, group_size=8), [(4, 16), (16,)]),
 ]  # fmt: skip
 
 
@@ -453,9 +374,10 @@ def test_compile_and_export(device, function, shapes, channels_last):
     and gradients keep their strides, and so do fakes."""
     tensors = [torch.randn(shape, device=device) for shape in shapes]
     if channels_last and tensors[0].dim() == 4:
-        tensors[0] = ORDERS["channels_last"](tensors[0])
+        tensors[0] = families.ORDERS["channels_last"](tensors[0])
     leaves = [t.detach().requires_grad_() for t in tensors]
-    module, y = Traced(function), function(*leaves)
+    module: Any = nn.Module()
+    module.forward, y = function, function(*leaves)
     dy = torch.randn_like(y)
     expected = [y, *torch.autograd.grad(y, leaves, dy)]
     ways: list[Any] = [{"backend": "aot_eager"}, {"backend": "aot_eager", "dynamic": True}]
@@ -477,13 +399,3 @@ def test_compile_and_export(device, function, shapes, channels_last):
         z = exported.module()(*tensors)
         assert exported is plain or z.stride() == y.stride()
         torch.testing.assert_close(z, y.detach())
-
-
-def test_a_compiled_gate_of_any_number_of_rows(device):
-    """With a gate and without, in groups."""
-    module = fl.FusedRMSNormGated(16, 1e-5, group_size=8, device=device)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows in (3, 5):
-        given = torch.randn(2, rows, 16, device=device)
-        for tensors in (given, given[:1]):
-            torch.testing.assert_close(compiled(*tensors), module(*tensors), rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from captured import FUNCTIONS, by_position, detached, model, run, tensors
+from captured import FUNCTIONS, D, by_position, detached, model, run, tensors
 from compiling import afresh, everywhere  # noqa: F401
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -78,10 +78,6 @@ def not_understood(x):
     return x * 1
 
 
-def body(x):
-    return x.mul_(x) + 1
-
-
 def set_item(t):
     t.view(-1)[:3] = 3.0
 
@@ -96,7 +92,6 @@ def joined(t):
     torch.cat((other[:, :2], other[:, 2:]), 1, out=t)
 
 
-D = 24
 OTHERS = {
     "setitem": set_item,
     "iadd": lambda t: operator.iadd(t, 1),
@@ -116,7 +111,7 @@ OTHERS = {
     "not understood": not_understood,
     "running statistics": statistics,
     "embedding": lambda t: F.embedding(torch.tensor([0, 1]), t.view(-1, D), max_norm=0.5),
-    "checkpoint": lambda t: checkpoint(body, t, use_reentrant=False),
+    "checkpoint": lambda t: checkpoint(lambda x: x.mul_(x) + 1, t, use_reentrant=False),
 }
 WRITES = {
     **OTHERS,
@@ -140,7 +135,6 @@ def test_writes(write, between):
 
 # What writes into nothing, so that all of the norms are fused with what surrounds them.
 READS = {
-    "nothing": lambda t: None,
     "function": lambda t: F.leaky_relu(t, 0.2, False),
     "module": nn.Hardtanh(),
     "method": lambda t: t.clamp(0),

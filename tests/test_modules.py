@@ -21,18 +21,14 @@ from fused_layernorm import stock
 
 F64 = torch.float64
 
-ARGUMENTS = [
-    ((8,), {}),
-    (((4, 8),), {"eps": 1e-3}),
-    ((8,), {"elementwise_affine": False}),
-    ((8,), {"bias": False}),
-    (([4, 8],), {"dtype": torch.float64}),
-    ((torch.Size([8]), 1e-6, True, False), {}),
-    ((8, 1e-5, True, True, "cpu", torch.float64), {}),
-]
 
-
-@pytest.mark.parametrize(("args", "kwargs"), ARGUMENTS, ids=str)
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((8,), {}), (((4, 8),), {"eps": 1e-3}), ((8,), {"elementwise_affine": False}),
+     ((8,), {"bias": False}), (([4, 8],), {"dtype": F64}),
+     ((torch.Size([8]), 1e-6, True, False), {}), ((8, 1e-5, True, True, "cpu", F64), {})],
+    ids=str,
+)  # fmt: skip
 def test_is_an_nn_layer_norm(args, kwargs):
     ours, stock = fl.FusedLayerNorm(*args, **kwargs), nn.LayerNorm(*args, **kwargs)
     assert repr(ours) == "Fused" + repr(stock)

@@ -10,26 +10,13 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import families
 import pytest
 import torch
 import torch.nn.functional as F
-from families import (
-    BF16,
-    EMPTY,
-    F16,
-    F32,
-    F64,
-    GATED_FORMS,
-    SMALL,
-    Gated,
-    Heads,
-    Packed,
-    of_groups,
-    of_heads,
-    over_channels,
-)
+from families import BF16, F16, F32, F64, GATED_FORMS, Gated, Packed, of_groups, over_channels
 from forms import Calls, arguments_of, calls_of
-from numerics import EVERY, QUICK, Problem, covering, modulated
+from numerics import EVERY, QUICK, Problem, covering, forced, modulated
 from torch.library import opcheck
 
 import fused_layernorm as fl
@@ -65,7 +52,7 @@ TRACED += [
     over_channels((2, 6, 4, 4), statistic="rms", affine="weight", layout="channels_last"),
     Gated((3, 4, 16)),
     Gated((3, 16), BF16, F32, gate_dtype=F32, out_dtype=F32, weight_offset=1.0, **GATED_FORMS[7]),
-    of_heads(dtype=F32, layout="packed", seq_dim=2),
+    families.of_heads(dtype=F32, layout="packed", seq_dim=2),
 ]
 # What the small problems of all families lack: of rows these, with residuals and gates, too;
 SPECIAL: list[Any] = [
@@ -86,8 +73,8 @@ OTHERS: list[Any] = [
     Gated((16,), F64), *(Gated((3, 16), F16, affine=a, **WIDE) for a in ("none", "weight", "bias")),
     *(over_channels((2, 6, 4, 4), statistic=statistic, affine="weight", layout=layout)
       for statistic in ("layer", "rms") for layout in ("channels_last", "slice of channels")),
-    Heads((2, 3, 8), layout="packed", affine="both", statistic="layer", seq_dim=2),
-    of_heads(dtype=F32, layout="packed", seq_dim=2, statistic=None, affine="none"),
+    families.Heads((2, 3, 8), layout="packed", affine="both", statistic="layer", seq_dim=2),
+    families.of_heads(dtype=F32, layout="packed", seq_dim=2, statistic=None, affine="none"),
     Packed((2, 3, 8), affine="both", packing="h3d", seq_dim=2),
     Packed((2, 3, 8), statistic=None, affine="none"),
 ]  # fmt: skip
@@ -103,16 +90,9 @@ OF_ALL: list[Any] = [
       for gated in (False, True)),
     of_groups((2, 6, 16), 3, modulation="both"),
     Gated((2, 6, 16), gate_first=True, gate_activation="sigmoid", group_size=4),
-    Heads((2, 6, 16), statistic="layer", affine="both", rotary=8, heads=(3, 2)),
+    families.Heads((2, 6, 16), statistic="layer", affine="both", rotary=8, heads=(3, 2)),
     Packed((2, 6, 16), statistic="layer", affine="both", rotary=8, heads=(4, 2), packing="h3d"),
 ]  # fmt: skip
-
-
-def with_options(operator, args):
-    return [
-        OPTIONS.get(name, value) if "Tensor" not in kind else value
-        for name, kind, value in arguments_of(operator, args)
-    ]
 
 
 def variants(operator, args):
@@ -137,7 +117,7 @@ def all_pairs(count):
 
 @pytest.mark.parametrize(
     "problem",
-    [*DEFAULT, *TRACED, *SPECIAL, *OTHERS, *SMALL, *EMPTY],
+    [*DEFAULT, *TRACED, *SPECIAL, *OTHERS, *families.SMALL, *families.EMPTY],
     ids=str,
 )
 def test_opcheck(device, problem):
@@ -193,7 +173,13 @@ def calls_of_all(device="cpu", dtype=F32):
         for name in [n for n in calls if f"{n}_forward" in calls]:
             calls[name + "_forward"] = calls[name]
         every = calls | every
-    return {n: with_options(getattr(ops, n).default, args) for n, args in every.items()}
+    return {
+        name: [
+            value if "Tensor" in kind else OPTIONS.get(argument, value)
+            for argument, kind, value in arguments_of(getattr(ops, name).default, args)
+        ]
+        for name, args in every.items()
+    }
 
 
 ALL = calls_of_all()
@@ -244,11 +230,8 @@ def test_the_last_error_of_a_formula_is_kept():
 def served_by_formula(*names):
     """No kernel takes a call; checks which operators' formulas served."""
     load.served.clear()
-    ops._force("strategy=formula")
-    try:
+    with forced("formula"):
         yield
-    finally:
-        ops._force(None)
     assert load.served == dict.fromkeys(names, 1)
 
 
@@ -290,10 +273,9 @@ def test_groups_that_kernels_cannot_count(samples, channels, positions):
     x = torch.randn(positions, device="cuda", dtype=BF16).expand(samples, channels, positions)
     if samples > 1:
         x = torch.randn(samples, 1, 1, device="cuda", dtype=BF16).expand(-1, channels, positions)
-    module = fl.FusedGroupNorm(1, channels, device="cuda", dtype=BF16).requires_grad_(False)
     swapped = fl.swap_norms(torch.nn.GroupNorm(1, channels, device="cuda", dtype=BF16))
     swapped.requires_grad_(False)
-    for run in (lambda: fl.group_norm(x, 1), lambda: module(x), lambda: swapped(x)):
+    for run in (lambda: fl.group_norm(x, 1), lambda: swapped(x)):
         y = run()
         for part in (slice(0, 8), slice(-8, None)):
             given = x if samples == 1 else x[part]
@@ -302,11 +284,3 @@ def test_groups_that_kernels_cannot_count(samples, channels, positions):
             torch.testing.assert_close(of_y, expected)
             del expected
         del y
-
-
-@pytest.mark.gpu
-def test_more_groups_of_one_value_than_kernels_can_count(needs_memory):
-    needs_memory(60)
-    x = torch.randn(2**16, 2**15, device="cuda", dtype=BF16)
-    with torch.no_grad():
-        assert fl.group_norm(x, 2**15, activation="silu").eq(0).all()

@@ -15,12 +15,10 @@ from typing import Any
 import golden_plans
 import pytest
 import torch
-from golden_plans import DEVICES, gated_plan, group_plan, plan
-
-import fused_layernorm  # noqa: F401  (registers the operators)
+from golden_plans import BF16, DEVICES, F16, F32, F64, gated_plan, group_plan, plan
+from numerics import forced
 
 OPS: Any = torch.ops.fused_layernorm
-F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 FORWARD = ("warp", "block", "ring", "stream")
 BACKWARD = ("warp", "few_rows", "block", "split", "stream")
 # The types of x, weight and y that have kernels (dy is of y's type).
@@ -38,10 +36,6 @@ COLS = sorted(
 MAX_NUMEL = 2**38  # more than any device holds
 MANY = 100_000  # rows
 LANES = (1, 2, 4, 8, 16, 32)  # of a logical warp
-
-
-def force(options):
-    torch.ops.fused_layernorm._force(options)
 
 
 def refused(match):
@@ -77,12 +71,6 @@ def every_problem(rows=ROWS, seed=0):
             yield some_rows, cols, {**problem, **fused, "aligned": aligned}
 
 
-@pytest.fixture(autouse=True)
-def _nothing_forced():
-    yield
-    force(None)
-
-
 # ---- The kernels can run every plan.
 
 
@@ -98,8 +86,6 @@ def check_forward(p, rows, cols, problem, chip):
     width = 16 // problem["dtype"].itemsize
     vectors = -(-cols // width)
     strategy = p["strategy"]
-    if "lanes" in p:
-        assert p["lanes"] in LANES
     if strategy == "warp":
         assert p["blocks"] * (p["threads"] // p["lanes"]) >= rows
         held = p["lanes"]
@@ -117,7 +103,6 @@ def check_forward(p, rows, cols, problem, chip):
             may_be_early = one_type(problem) and bare(problem) and p["vecs"] <= 5
             assert p["early"] == (may_be_early and problem["aligned"] and all_at_once)
         assert p["shared_bytes"] == p["workspace_bytes"] == 0
-    if strategy in ("warp", "block"):
         # The row fits, and a thread lacks at most the last of its vectors.
         assert held * (p["vecs"] - 1) < vectors <= held * p["vecs"]
     if strategy == "ring":
@@ -156,7 +141,6 @@ def check_backward(p, rows, cols, problem, _chip):
     strategy = p["strategy"]
     assert p["width"] == width
     if strategy == "warp":
-        assert p["lanes"] in LANES
         assert vectors <= p["lanes"] * p["vecs"]
         assert p["shared_bytes"] >= 2 * cols * max(4, x_size)
     if strategy == "few_rows":
@@ -216,6 +200,7 @@ def test_every_problem_has_a_plan_that_covers_its_rows(device):
             strategies = BACKWARD if problem["backward"] else FORWARD
             try:
                 assert p["strategy"] in strategies
+                assert p.get("lanes", 1) in LANES
                 if "slice_cols" in p:
                     # Every column belongs to one slice or chunk of the row, and none is empty.
                     parts = p["blocks_per_row"]
@@ -315,7 +300,6 @@ def check_groups(p, groups, group_rows, cols, problem):
         assert problem["dtype"] != F64
         assert not problem.get("gated")
         assert cols <= 32 * width
-        assert p["lanes"] in LANES
         assert cols <= p["lanes"] * p["vecs"] * width
         assert p["blocks"] == p["sets"] <= rows
         assert p["shared_bytes"] >= 2 * cols * acc
@@ -348,6 +332,7 @@ def test_every_modulated_problem_has_a_plan(device, gated):
                 assert gated
                 continue
             try:
+                assert p.get("lanes", 1) in LANES
                 reserved = 0 if p["strategy"] == "warp" else 3072
                 assert p["shared_bytes"] + reserved <= chip["shared_memory"]
                 assert not p.get("bulk") or chip["capability"] >= 90
@@ -395,7 +380,7 @@ def test_golden_plans():
 def test_the_whole_problem_has_defaults():
     """By default all types are x's, rows are aligned if the columns allow it, nothing is fused and
     the device is an H100."""
-    assert plan(64, 768) == json.loads(torch.ops.fused_layernorm._plan(64, 768, F32))
+    assert plan(64, 768) == json.loads(OPS._plan(64, 768, F32))
     whole = {"weight_dtype": F32, "y_dtype": F32, "aligned": True, "residual": False}
     assert plan(64, 768, has_epilogue=False, needs_dparams=True, **whole) == plan(64, 768)
     assert plan(64, 767)["moves"] == "shifted"
@@ -431,23 +416,22 @@ def test_problems_that_cannot_be_are_refused():
 
 # ---- A forced plan runs or is refused.
 
-CANNOT = "the forced plan '{}' cannot run"
 HALF, BACKWARDS = {"dtype": BF16}, {"backward": True}
 RESIDUAL, ANYWHERE = {"residual": True}, {"aligned": False}
 
 
 def forced_plan(options, rows, cols, dtype=F32, **problem):
     """The plan, or None if forcing `options` is refused with an error that names the problem."""
-    force(options)
+    OPS._force(options)
     try:
         return plan(rows, cols, dtype, **problem)
     except (RuntimeError, ValueError) as error:
         direction = "backward" if problem.get("backward") else "forward"
-        expected = f"{CANNOT.format(options)} {direction} of {rows} rows of {cols} columns (x of "
-        assert expected in str(error), error  # noqa: PT017
+        expected = f"'{options}' cannot run {direction} of {rows} rows of {cols} columns (x of "
+        assert f"the forced plan {expected}" in str(error), error  # noqa: PT017
         return None
     finally:
-        force(None)
+        OPS._force(None)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -542,11 +526,11 @@ PARTS = "strategy, vecs, teams, bulk, stages, lag, blocks_per_row or long"
     ],
 )  # fmt: skip
 def test_unknown_words_are_refused(options, sentence):
-    force("strategy=stream")
-    before = plan(4096, 1024)
-    with refused(f"fused_layernorm: {re.escape(sentence)}"):
-        force(options)
-    assert plan(4096, 1024) == before, "what was forced before still is"
+    with forced("stream"):
+        before = plan(4096, 1024)
+        with refused(f"fused_layernorm: {re.escape(sentence)}"):
+            OPS._force(options)
+        assert plan(4096, 1024) == before, "what was forced before still is"
 
 
 # ---- Groups of channels.
@@ -670,8 +654,6 @@ def test_how_a_group_is_split_does_not_depend_on_the_number_of_samples():
 
 # ---- Gates.
 
-MOST_THREADS = {False: 1024, True: 512}  # of a block that holds a group, by direction
-
 
 def test_kernels_can_run_every_plan_of_gates():
     choose, seen = random.Random(0), set()
@@ -693,7 +675,7 @@ def test_kernels_can_run_every_plan_of_gates():
         sets = p["blocks"] // groups
         assert p["blocks"] == sets * groups
         assert p["threads"] % 32 == 0
-        assert p["threads"] <= MOST_THREADS[backward]
+        assert p["threads"] <= (512 if backward else 1024)
         if p["strategy"] == "held":
             assert problem["aligned"]
             assert cols % width == 0

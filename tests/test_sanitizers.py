@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small problems of every kernel for compute-sanitizer; ci/on_gpu runs them.
 
-    compute-sanitizer --tool memcheck python -m pytest -m sanitizer tests/test_sanitizers.py
-    compute-sanitizer --tool racecheck python -m pytest -m sanitizer tests/test_sanitizers.py \\
-        -k "not ragged"
-
 A problem is ragged if the teams of a block have unequal numbers of rows of a group: racecheck can
 follow only equal ones (ci/racecheck_limits.cu).
 """
