@@ -62,6 +62,7 @@ def classifier(model: Any) -> Built:
     images = noise(**{getattr(model, "main_input_name", "x"): (64, 3, 224, 224)})
     labels = torch.randint(1000, (64,))
 
+
     def loss(output: Any) -> torch.Tensor:
         logits: Any = getattr(output, "logits", output)
         return F.cross_entropy(logits.float(), labels)
@@ -168,13 +169,11 @@ def sdxl() -> Built:
 
 
 def _nnunet_block(before: int, after: int, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(*(
-        module for first in (True, False) for module in (
-            nn.Conv3d(before if first else after, after, 3, stride if first else 1, padding=1),
-            nn.InstanceNorm3d(after, affine=True),
-            nn.LeakyReLU(inplace=True),
-        )
-    ))  # fmt: skip
+    def part(before: int, stride: int) -> list[nn.Module]:
+        return [nn.Conv3d(before, after, 3, stride, padding=1),
+                nn.InstanceNorm3d(after, affine=True), nn.LeakyReLU(inplace=True)]  # fmt: skip
+
+    return nn.Sequential(*part(before, stride), *part(after, 1))
 
 
 class NnUnet(nn.Module):
@@ -227,7 +226,7 @@ class NafBlock(nn.Module):
 def nafnet() -> Built:
     size = (8, 64, 256, 256)
     blocks = nn.Sequential(*(NafBlock(64) for _ in range(4)))
-    return Called(blocks, lambda blocks, x: blocks(x)), noise(x=size), squared_error(*size)
+    return blocks, noise(input=size), squared_error(*size)
 
 
 # ---- The table.

@@ -29,7 +29,8 @@ from benchmarks import (  # noqa: E402  # noqa: E402
     tune,
     turns,
 )
-from benchmarks.cases import CASES, OPS, Case, parse_case, the_list  # noqa: E402
+from benchmarks.cases import CASES, Case, parse_case, the_list  # noqa: E402
+from benchmarks.families import OPS  # noqa: E402
 
 
 @pytest.fixture
