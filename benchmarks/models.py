@@ -147,15 +147,12 @@ def row_of(
 
     fastest = sorted(walls)[: max(1, len(walls) // 10)]
     return {
-        "variant": variant,
-        **timing.summary("wall", walls, "ms"),
+        "variant": variant, **timing.summary("wall", walls, "ms"),
         "wall_tenth_ms": round(statistics.fmean(fastest), 3),
         "peak_gib": round((step.own_bytes + profiles[-1][0]) / 2**30, 3),
-        "device_ms": device_ms(""),
-        "layer_norm_ms": device_ms(*KERNELS),
-        "kernels": sum(kernel.count for kernel in profiles[0][1]),
-        "loss": step.loss,
-    }
+        "device_ms": device_ms(""), "layer_norm_ms": device_ms(*KERNELS),
+        "kernels": sum(kernel.count for kernel in profiles[0][1]), "loss": step.loss,
+    }  # fmt: skip
 
 
 def run(name: str, mode: str, variants: list[str], seconds: float, lock: Path) -> dict[str, Any]:

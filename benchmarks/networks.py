@@ -2,8 +2,7 @@
 """The models of benchmarks.models: transformers', timm's, torchvision's and diffusers', and blocks.
 
 All have random weights, and are built on the default device. Decoders and diffusion transformers
-have their real sizes, but few layers. MODELS at the end is the table: a model is a row, and a
-function that builds it.
+have their real sizes, but few layers. MODELS at the end is the table.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ def language_model(name: str, batch: int, length: int, **options: Any) -> Built:
         output.logits.flatten(0, 1).float(), tokens.flatten())  # fmt: skip
 
 
-def decoder(
-    name: str, width: int, layers: int, heads: int, batch: int = 4, length: int = 4096
-) -> Built:
+def decoder(name: str, width: int, layers: int, heads: int, batch: int, length: int) -> Built:
     """A decoder at its real width, with few layers: "Qwen3", "Llama", "Gemma3"."""
     model, inputs, _ = language_model(
         f"{name}ForCausalLM", batch, length, vocab_size=32_768, hidden_size=width,
@@ -61,7 +58,6 @@ def classifier(model: Any) -> Built:
     """A model that gives logits of images."""
     images = noise(**{getattr(model, "main_input_name", "x"): (64, 3, 224, 224)})
     labels = torch.randint(1000, (64,))
-
 
     def loss(output: Any) -> torch.Tensor:
         logits: Any = getattr(output, "logits", output)
@@ -257,18 +253,17 @@ MODELS: dict[str, Model] = {
         (8 * 1024, "tokens")),
     "transformers ViT-B/16 64x224": Model(lambda: classifier(
         transformer("ViTForImageClassification", num_labels=1000, **NO_DROPOUT)), IMAGES),
-    **{f"transformers {name}, {width} wide, {layers} layers, 4x4096": Model(
-           functools.partial(decoder, name, width, layers, heads), TOKENS, True)
-       for name, width, layers, heads in (("Qwen3", 2048, 6, 16), ("Llama", 4096, 4, 32),
-                                          ("Gemma3", 2560, 6, 8))},
-    # Models that Liger is often used for, at the widths of small releases.
-    **{f"Liger's {name}, {width} wide, {layers} layers, {batch}x{length}": Model(
+    # Liger's are models that it is often used for, at the widths of small releases.
+    **{f"{whose} {name}, {width} wide, {layers} layers, {batch}x{length}": Model(
            functools.partial(decoder, name, width, layers, heads, batch, length), TOKENS, True,
-           modes=("training",))
-       for name, width, layers, heads, batch, length in (
-           ("Qwen3", 1024, 14, 16, 8, 2048), ("Llama", 2048, 8, 32, 4, 4096),
-           ("Olmo2", 2048, 6, 16, 4, 4096), ("Gemma2", 2304, 6, 8, 4, 4096),
-           ("Phi3", 3072, 5, 24, 4, 4096))},
+           modes=("training",) if whose == "Liger's" else MODES)
+       for whose, name, width, layers, heads, batch, length in (
+           ("transformers", "Qwen3", 2048, 6, 16, 4, 4096),
+           ("transformers", "Llama", 4096, 4, 32, 4, 4096),
+           ("transformers", "Gemma3", 2560, 6, 8, 4, 4096),
+           ("Liger's", "Qwen3", 1024, 14, 16, 8, 2048), ("Liger's", "Llama", 2048, 8, 32, 4, 4096),
+           ("Liger's", "Olmo2", 2048, 6, 16, 4, 4096), ("Liger's", "Gemma2", 2304, 6, 8, 4, 4096),
+           ("Liger's", "Phi3", 3072, 5, 24, 4, 4096))},
     # Hybrids on the attention that transformers has in PyTorch's operators, with dense layers.
     "transformers hybrid Qwen3-Next, 2048 wide, 4 layers, 2x4096": Model(
         lambda: language_model(

@@ -142,11 +142,9 @@ PEERS = {
 }  # fmt: skip
 
 PROVIDERS: dict[str, Provider] = {
-    "ours": ours_calls,
-    "eager": eager_calls,
-    "compile": compile_calls,
+    "ours": ours_calls, "eager": eager_calls, "compile": compile_calls,
     **{name: peer.calls for name, peer in PEERS.items()},
-}
+}  # fmt: skip
 
 
 def available() -> tuple[list[str], list[str]]:

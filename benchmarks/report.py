@@ -263,17 +263,12 @@ def measured(report: Report, left_out: list[str]) -> list[str]:
     host_times, whole_models = (report.get(part, {}).get("date", "-")[:10]
                                 for part in ("overhead_stamp", "models"))  # fmt: skip
     lines = {
-        "clocks": report["clocks"],
-        "driver": report["driver"],
-        "torch": report["torch"],
-        "Python": report["python"],
-        "kernels of eager RMSNorm": report["rms_norm"],
+        "clocks": report["clocks"], "driver": report["driver"], "torch": report["torch"],
+        "Python": report["python"], "kernels of eager RMSNorm": report["rms_norm"],
         "peers not installed": ", ".join(sorted(OTHERS[name] for name in missing)) or "-",
-        "measured on": report["date"][:10],
-        "host times": host_times,
-        "whole models": whole_models,
-        "`csrc_sha256`": report["csrc_sha256"][:16],
-    }
+        "measured on": report["date"][:10], "host times": host_times,
+        "whole models": whole_models, "`csrc_sha256`": report["csrc_sha256"][:16],
+    }  # fmt: skip
     body = [{"": what, report["device"]: value} for what, value in lines.items()]
     return [table(body, left=2), *bullets("Not measured", said), *bullets("Left out", left_out)]
 

@@ -89,11 +89,9 @@ def machine() -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(),
         "clocks": "SM {}, memory {} at most, {}".format(*clocks) if clocks else "unknown",
-        "driver": driver,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        "driver": driver, "torch": torch.__version__, "python": platform.python_version(),
         "rms_norm": "QuACK" if _runs_quack() else "ATen",
-    }
+    }  # fmt: skip
 
 
 def _runs_quack() -> bool:

@@ -46,10 +46,8 @@ class Graph:
     """Calls, one per distinct input, captured in one CUDA graph: each at least once, then again
     from the first, until they make `work` seconds at 4 TB/s, or are as many as `most`."""
 
-    def __init__(
-        self, calls: Sequence[Call], bytes_per_call: int, work: float = REPLAY_SECONDS,
-        most: int = MAX_CALLS,
-    ) -> None:  # fmt: skip
+    def __init__(self, calls: Sequence[Call], bytes_per_call: int, work: float = REPLAY_SECONDS,
+                 most: int = MAX_CALLS) -> None:  # fmt: skip
         wanted = math.ceil(work * 4e12 / max(bytes_per_call, 1))
         self.count = max(len(calls), min(wanted, most))
         self.calls = calls  # keeps the inputs alive as long as the graph that reads them
@@ -106,10 +104,8 @@ def patiently(call: Callable[[], Any], free: Callable[[], Any] = lambda: None) -
     return call()
 
 
-def graph_time(
-    calls: Sequence[Call], bytes_per_call: int, work: float = REPLAY_SECONDS, most: int = MAX_CALLS,
-    **options: Any,
-) -> float:  # fmt: skip
+def graph_time(calls: Sequence[Call], bytes_per_call: int, work: float = REPLAY_SECONDS,
+               most: int = MAX_CALLS, **options: Any) -> float:  # fmt: skip
     """Median device microseconds of one call: see `Graph` and its `time`, which has the options."""
     graph = Graph(calls, bytes_per_call, work, most)
     try:
@@ -167,10 +163,8 @@ def warm_up_device(seconds: float = 0.5) -> None:
         torch.cuda.synchronize()
 
 
-def in_turns(
-    names: Iterable[str], rounds: int, measure: Callable[[str], T],
-    seconds: float = math.inf, least: int = 0,
-) -> dict[str, list[T]]:  # fmt: skip
+def in_turns(names: Iterable[str], rounds: int, measure: Callable[[str], T],
+             seconds: float = math.inf, least: int = 0) -> dict[str, list[T]]:  # fmt: skip
     """What is measured of every name in each round, by name; after `seconds`, and at least `least`
     rounds, no further round begins. Each begins with the next name, so that none is favoured. The
     garbage collector is off, and what exists is frozen, so that gc.collect() takes no time."""
