@@ -157,20 +157,17 @@ def row_of(
 
 def run(name: str, mode: str, variants: list[str], seconds: float, lock: Path) -> dict[str, Any]:
     """Measures a model in a mode in this process: its rows, and what is left out and why."""
-    model, trains, what = MODELS[name], mode == "training", f"{name}, {mode}"
+    model, trains = MODELS[name], mode == "training"
     steps: dict[str, Step] = {}
     skipped = []
     with turns.preparing(lock):
-        try:
-            made = built(model, trains)
-            variants = [variant for variant in variants if VARIANTS[variant].applies(made[0])]
-        except Exception as problem:
-            return {"rows": [], "skipped": [f"{what}: {sentence(problem)}"]}
+        made = built(model, trains)
+        variants = [variant for variant in variants if VARIANTS[variant].applies(made[0])]
         for variant in variants:
             try:
                 steps[variant] = step_of(variant, made, model, trains)
             except Exception as problem:
-                skipped.append(f"{what}, {variant}: {sentence(problem)}")
+                skipped.append(f"{name}, {mode}, {variant}: {sentence(problem)}")
             torch.cuda.empty_cache()
     with turns.measuring(lock):
         rows = [{"model": name, "mode": mode, **row} for row in measure(steps, seconds)]
