@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.families import FAMILIES, HEADS, IMAGE, ROWS, SAMPLES, Family, family_of, ops_of
+from benchmarks.families import FAMILIES, HEADS, IMAGE, ROWS, SAMPLES, Family, family_of
 
 SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in SHORT_NAMES.values()}
 _SHORT = {name: short for short, name in SHORT_NAMES.items()}
-OPS = ops_of(*FAMILIES.values())
 PER_SAMPLE, PER_TOKEN = "sample", "token"  # whether a modulation is given per sample or per token
 SIZES = {ROWS: "ROWSxCOLS", SAMPLES: "SAMPLESxTOKENSxCOLS", IMAGE: "NxCxHxW",
          HEADS: "SAMPLESxPOSITIONSxHEADSxCOLS"}  # fmt: skip
@@ -41,9 +40,9 @@ class Case:
     an image, or in a norm of groups a sample's group of channels (`of_groups`, if their number is
     not the family's); q's and k's heads at all positions, in a packed tensor.
 
-    `dtype` is the dtype of x, `weight_dtype` that of weight and bias, `out_dtype` that of y and its
-    gradient dy, `modulation_dtype` that of shift, scale and gate, which are given per sample or per
-    token (`modulation`); those dtypes that equal `dtype` are None.
+    `dtype` is that of x, `weight_dtype` of weight and bias, `out_dtype` of y and its gradient dy,
+    `modulation_dtype` of shift, scale and gate, which are given per sample or per token
+    (`modulation`); those dtypes that equal `dtype` are None.
     """
 
     op: str
@@ -131,22 +130,25 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """The least number of bytes that the operator must move, by the numbers of its family.
+        """The least number of bytes that the operator must move.
 
         Forward reads its inputs and writes y, and the sum if there is a residual. Backward reads
         x (or the sum), dy (and the sum's gradient), weight and scale, gate and what it multiplied,
         with an activation also bias, and writes the gradients; input and residual of an addition
         share one dx. The few bytes of mean, rstd, and of heads' weights, cos and sin are left out.
         """
-        family, way = self.family, self.backward
+        family, inputs = self.family, {*self.family.inputs}
         x, y, weight, modulation = (dtype.itemsize for dtype in (
             self.torch_dtype, self.torch_out_dtype, self.torch_weight_dtype,
             self.torch_modulation_dtype))  # fmt: skip
-        total = self.rows * self.cols * ((family.tensors[way] - 1) * x + y)
-        total += family.columns[way] * math.prod(self.param_shape) * weight
-        if modulations := family.modulations[way]:
-            count = modulations - (way and self.is_dshift_dy)
-            total += count * math.prod(self.modulation_shape) * modulation
+        params = len(inputs & {"weight", "bias"})
+        modulations = len(inputs & {"shift", "scale", "gate"}) if "shift" in inputs else 0
+        if self.backward:
+            params += params and 1 + (family.activation is not None)
+            modulations += modulations and modulations - 1 - self.is_dshift_dy
+        total = self.rows * self.cols * ((family.tensors[self.backward] - 1) * x + y)
+        total += params * math.prod(self.param_shape) * weight
+        total += modulations and modulations * math.prod(self.modulation_shape) * modulation
         return int(total)
 
     @property
@@ -168,12 +170,12 @@ class Case:
 
 
 def parse_case(text: str) -> Case:
-    """A case from "SIZE DTYPE OP", e.g. "32768x1024 bf16 backward"; SIZE is that of `SIZES`.
+    """A case from "SIZE DTYPE OP", e.g. "32768x1024 bf16 backward"; SIZE is that of `SIZES`, and of
+    an image may end in "/G", the number of its groups.
 
     DTYPE may name the dtypes of weights, modulations and y too, as `Case.types` does:
     "bf16+fp32>fp32". Behind a modulated operator may stand "per-token", where shift, scale and gate
-    are per token: "1x4608x3072 bf16*fp32 ada_forward per-token". "/G" behind an image's size is the
-    number of its groups.
+    are per token: "1x4608x3072 bf16*fp32 ada_forward per-token".
     """
     words = re.fullmatch(r"(\d+(?:x\d+)*)(?:/(\d+))? (\w+)(?:\+(\w+))?(?:\*(\w+))?(?:>(\w+))? "
                          r"(\w+)( per-token)?", text.strip())  # fmt: skip
@@ -199,7 +201,7 @@ def parse_case(text: str) -> Case:
 
 def _read(text: str) -> list[Case]:
     """The cases of a part of cases.txt: of each section forward, then backward, as it has them."""
-    found: list[Case] = []
+    found: dict[str, list[Case]] = {}
     families: list[Family] = []
     for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
         if line.startswith("["):
@@ -211,9 +213,9 @@ def _read(text: str) -> list[Case]:
             targets = words[len(per) :] or ["-" for way in family.ways]
             for way, target in zip(family.ways, targets, strict=True):
                 case = parse_case(" ".join([size, types, f"{family.name}{way}", *per]))
-                found.append(replace(case, target=None if target == "-" else float(target)))
-    order = {name: place for place, name in enumerate(dict.fromkeys(case.op for case in found))}
-    return sorted(found, key=lambda case: order[case.op])
+                case = replace(case, target=None if target == "-" else float(target))
+                found.setdefault(case.op, []).append(case)
+    return [case for of_op in found.values() for case in of_op]
 
 
 KNOWN: dict[str, Case] = {}  # the cases of the page by name, with their targets
@@ -221,8 +223,6 @@ _ON_PAGE, _JUDGED = (Path(__file__).with_name("cases.txt")).read_text().split("=
 CASES = tuple(_read(_ON_PAGE))
 KNOWN |= {case.name: case for case in CASES}
 
-# The list by which a change of the kernels is judged has, beside cases.txt, every usual width at
-# four heights, in which the families of rows and the types take turns.
 WIDTHS = (64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1152, 1280, 1536, 1792, 2048, 2304,
           2432, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384)  # fmt: skip
 HEIGHTS = (1, 64, 4096, 262_144)
@@ -232,6 +232,7 @@ _GRID = ("rms_", "add_", "silu_", "add_rms_", "gelu_", "ada_", "add_ada_")
 
 
 def _grid() -> Iterator[Case]:
+    """Every usual width at four heights; the families of rows and the types take turns."""
     for i, cols in enumerate(WIDTHS):
         for j, rows in enumerate(min(height, LARGEST // cols) for height in HEIGHTS):
             other, types = FAMILIES[_GRID[(i + 2 * j) % len(_GRID)]], _TYPES[(i + j) % len(_TYPES)]
@@ -244,5 +245,5 @@ def _grid() -> Iterator[Case]:
 
 
 def the_list() -> tuple[Case, ...]:
-    """The cases by which a change of the kernels is judged, each once."""
+    """The cases by which a change of the kernels is judged, each once: the page's and more."""
     return tuple({case.name: case for case in (*CASES, *_read(_JUDGED), *_grid())}.values())

@@ -5,11 +5,11 @@
         [--dtypes bf16,fp16] [--cases 8192x,per-token] [--limit-seconds 480]
 
 OLD and NEW are each a library (libfused_layernorm.so), a folder that has one, or a wheel. One
-process loads both, each in a namespace of its own and without the Python package, and calls their
-raw operators on the same inputs, old and new in turns. A case's ratio, new time over old time, is
-the median over the rounds. A case counts as SLOWER if it takes more than 3% and more than 0.3 us
-longer (--percent, --us), and then it is timed once more, for longer. With --eager, PyTorch's time
-of the same case stands beside them, and what the new build does more slowly is named.
+process loads both, each in a namespace of its own, and calls their raw operators on the same
+inputs, old and new in turns. A case's ratio, new time over old time, is the median over the rounds.
+A case that is SLOWER, by more than 3% and more than 0.3 us (--percent, --us), is timed once more,
+for longer. With --eager, PyTorch's time of the same case stands beside them, and what the new build
+does more slowly is named.
 
 The cases are those of `the_list` in benchmarks/cases.py, forward of those of the benchmark page
 also with the statistics that training needs; --sweep and --sweep-groups add so many points of the
@@ -236,7 +236,7 @@ def text(report: dict[str, Any], most: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = results.parser("compare", __doc__)
+    parser = results.parser("compare", __doc__, seconds=480)
     parser.add_argument("--old", type=Path, required=True)
     parser.add_argument("--new", type=Path, required=True)
     parser.add_argument("--eager", action="store_true", help="time eager PyTorch too")
@@ -248,7 +248,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sweep-groups", type=int, default=0, help="and of groups of odd shapes")
     parser.add_argument("--percent", type=float, default=3.0, help="SLOWER is by more than this")
     parser.add_argument("--us", type=float, default=0.3, help="and by more microseconds than this")
-    parser.add_argument("--limit-seconds", type=float, default=480)
     parser.add_argument("--lines", type=int, default=40, help="rows shown; the file holds all")
     arguments = parser.parse_args(argv)
 
@@ -266,12 +265,12 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{label}: {built}", flush=True)
     sides += [Side("eager")] * arguments.eager
     # A kernel that never ends would hold the process for ever.
-    faulthandler.dump_traceback_later(arguments.limit_seconds + 60, exit=True)
+    faulthandler.dump_traceback_later(arguments.budget_seconds + 60, exit=True)
     timing.warm_up_device()
     spent = time.monotonic() - start
-    report = compare(jobs, sides, arguments.limit_seconds - spent, arguments.percent, arguments.us)
+    report = compare(jobs, sides, arguments.budget_seconds - spent, arguments.percent, arguments.us)
     faulthandler.cancel_dump_traceback_later()
-    path = Path(os.environ.get("OUT", results.ROOT / "build")) / "compare.json"
+    path = arguments.output or Path(os.environ.get("OUT", results.ROOT / "build"), "compare.json")
     results.write(path, {**results.stamp(), **report})
     print(text(report, arguments.lines))
     print(f"{time.monotonic() - start:.0f} s; written: {path}")

@@ -3,9 +3,8 @@
 
 A family says how its tensors lie, how many of them must move, which operator of this package
 computes it, and how models write it in PyTorch (`stock`). All else follows: the inputs
-(benchmarks.ours), the eager, compiled and float32 results and their gradients
-(benchmarks.providers), the operators' names (`<family>forward`, `<family>backward`), the headings
-of the page. So a new operator is a row here, and rows of cases in benchmarks.cases.
+(benchmarks.ours), the other providers' results and gradients (benchmarks.providers), the operators'
+names (`<family>forward`, `<family>backward`), the headings of the page.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ EPS = 1e-5
 Tensors = dict[str, Tensor]
 Stock = Callable[[Case, Tensors], Any]
 
-# How x lies, and the sizes that name a case.
+# How x lies.
 ROWS = "rows"  # rows x columns
 SAMPLES = "samples"  # samples x tokens x columns, with modulations of a sample or of a token
 IMAGE = "image"  # N x C x H x W
@@ -34,35 +33,25 @@ HEADS = "heads"  # samples x positions x heads x columns of q and of k, inside a
 class Family:
     """One row of the table.
 
-    `inputs` are the tensors of a forward call, `gradients` those of them in whose order our
-    backward operator gives gradients. `tensors` is how many tensors of x's size must move, forward
-    and backward, y or dy among them, and `columns` how many of a row's size (weights, biases and
-    their gradients); `modulations` counts shift, scale, gate and their gradients. `operator` and
-    `backward_operator` (by default with "_backward" behind it) are those of this package's
-    operators; `options` those of their arguments that are no tensors and have other values than
-    OPTIONS. `groups` of an image is how many groups its channels have, each of which is a row.
+    `inputs` are the tensors of a forward call, in the order in which our backward operator gives
+    the gradients of those that have one. `tensors` is how many tensors of x's size must move,
+    forward and backward, y or dy among them. `operator` is the name of this package's; `options`
+    those of its arguments that are no tensors and have other values than OPTIONS. `groups` of an
+    image is how many groups its channels have, each of which is a row.
     """
 
     name: str
     title: str
     stock: Stock
     operator: str = "layer_norm"
-    backward_operator: str = ""
     inputs: tuple[str, ...] = ("x", "weight", "bias")
-    gradients: tuple[str, ...] = ("x", "weight", "bias")
     tensors: tuple[int, int] = (2, 3)
-    columns: tuple[int, int] = (2, 3)
-    modulations: tuple[int, int] = (0, 0)
     layout: str = ROWS
     groups: int | None = None
     ways: tuple[str, ...] = ("forward", "backward")
     activation: str | None = None
     scale: float = 1.0
     options: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def is_rms(self) -> bool:
-        return ("statistic", "rms") in self.options
 
     @property
     def residual(self) -> bool:
@@ -74,15 +63,23 @@ class Family:
         return self.layout == IMAGE and "nhwc" in self.name
 
     @property
+    def gradients(self) -> tuple[str, ...]:
+        """The inputs that have a gradient of their own; that of a plain sum's residual is x's."""
+        without = {"cos", "sin"} if "gate" in self.inputs else {"cos", "sin", "residual"}
+        return tuple(name for name in self.inputs if name not in without)
+
+    @property
     def operators(self) -> tuple[str, str]:
-        return self.operator, self.backward_operator or f"{self.operator}_backward"
+        """Forward and backward; a plain sum's gradients are those of its norm."""
+        of_norm = "layer_norm" if self.operator == "add_layer_norm" else self.operator
+        return self.operator, f"{of_norm}_backward"
 
 
 def norm(case: Case, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """The case's norm of the last dimension, in y's dtype. PyTorch takes no half-precision x beside
     float32 parameters: x is cast, as autocast does."""
     x = x if weight is None else x.to(weight.dtype)
-    y = (F.rms_norm(x, (case.cols,), weight, EPS) if case.family.is_rms
+    y = (F.rms_norm(x, (case.cols,), weight, EPS) if RMS[0] in case.family.options
          else F.layer_norm(x, (case.cols,), weight, bias, EPS))  # fmt: skip
     return y.to(case.torch_out_dtype) if case.mixed else y
 
@@ -170,65 +167,53 @@ def gated(case: Case, t: Tensors) -> Any:
 
 
 RMS = (("statistic", "rms"),)
-XW, XRW = ("x", "weight"), ("x", "residual", "weight")
-ADA, GATED = ("x", "shift", "scale"), ("x", "residual", "gate", "shift", "scale")
-XGW = ("x", "gate", "weight")
-QK = ("q", "k", "q_weight", "k_weight")
+XW, XGW, XRW = ("x", "weight"), ("x", "gate", "weight"), ("x", "residual", "weight")
+ADA, GATED = ("x", "shift", "scale"), ("residual", "x", "gate", "shift", "scale")
+WEIGHTS, TURN = ("q_weight", "k_weight"), ("cos", "sin")
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family("", "LayerNorm", plain),
-        Family("gelu_scale_", "LayerNorm, GELU and a scale", plain, columns=(2, 4),
-               activation="gelu", scale=2.0),
-        Family("add_", "Residual addition and LayerNorm", added, "add_layer_norm",
-               "layer_norm_backward", (*XRW, "bias"), tensors=(4, 4)),
+        Family("gelu_scale_", "LayerNorm, GELU and a scale", plain, activation="gelu", scale=2.0),
+        Family("add_", "Residual addition and LayerNorm", added, "add_layer_norm", (*XRW, "bias"),
+               (4, 4)),
         Family("silu_", "LayerNorm and SiLU", plain, ways=("forward",), activation="silu"),
         Family("gelu_", "LayerNorm and GELU", plain, ways=("forward",), activation="gelu"),
-        Family("ada_", "Modulated LayerNorm", modulated, "ada_layer_norm", inputs=ADA,
-               gradients=ADA, columns=(0, 0), modulations=(2, 3), layout=SAMPLES),
+        Family("ada_", "Modulated LayerNorm", modulated, "ada_layer_norm", ADA, layout=SAMPLES),
         Family("add_ada_", "Gated sum and modulated LayerNorm", modulated, "add_ada_layer_norm",
-               inputs=GATED, gradients=("residual", "x", "gate", "shift", "scale"), tensors=(4, 6),
-               columns=(0, 0), modulations=(3, 5), layout=SAMPLES),
-        Family("rms_", "RMSNorm", plain, inputs=XW, gradients=XW, columns=(1, 2), options=RMS),
-        Family("add_rms_", "Residual addition and RMSNorm", added, "add_layer_norm",
-               "layer_norm_backward", XRW, XW, tensors=(4, 4), columns=(1, 2), options=RMS),
+               GATED, (4, 6), SAMPLES),
+        Family("rms_", "RMSNorm", plain, inputs=XW, options=RMS),
+        Family("add_rms_", "Residual addition and RMSNorm", added, "add_layer_norm", XRW, (4, 4),
+               options=RMS),
         Family("channels_", "LayerNorm over channels", channels, layout=IMAGE,
                options=(("keeps_order", True),)),
         Family("channels_nhwc_", "LayerNorm over channels, x NCHW and y NHWC", channels,
                layout=IMAGE),
-        Family("ada_rms_", "Modulated RMSNorm", modulated, "ada_layer_norm", inputs=ADA,
-               gradients=ADA, columns=(0, 0), modulations=(2, 3), layout=SAMPLES, options=RMS),
-        Family("qk_norm_", "RMSNorm of the heads of q and k", heads, "qk_norm_rope", inputs=QK,
-               gradients=QK, columns=(0, 0), layout=HEADS, options=RMS),
-        Family("qk_norm_rope_", "RMSNorm and rotation of the heads of q and k", heads,
-               "qk_norm_rope", inputs=(*QK, "cos", "sin"), gradients=QK, columns=(0, 0),
-               layout=HEADS, options=RMS),
-        Family("qkv_norm_rope_", "RMSNorm and rotation of packed q, k and v", packed,
-               "qkv_norm_rope", inputs=("qkv", *QK[2:], "cos", "sin"),
-               gradients=("qkv", *QK[2:]), tensors=(2, 4), columns=(0, 0), layout=HEADS,
+        Family("ada_rms_", "Modulated RMSNorm", modulated, "ada_layer_norm", ADA, layout=SAMPLES,
                options=RMS),
-        *(Family(name, title, gated, "rms_norm_gated", inputs=XGW, gradients=XGW, tensors=(3, 5),
-                 columns=(1, 2), options=(*RMS, ("gate_first", name == "gate_first_"),
-                                          ("round_before_weight", True)))
+        Family("qk_norm_", "RMSNorm of the heads of q and k", heads, "qk_norm_rope",
+               ("q", "k", *WEIGHTS), layout=HEADS, options=RMS),
+        Family("qk_norm_rope_", "RMSNorm and rotation of the heads of q and k", heads,
+               "qk_norm_rope", ("q", "k", *WEIGHTS, *TURN), layout=HEADS, options=RMS),
+        Family("qkv_norm_rope_", "RMSNorm and rotation of packed q, k and v", packed,
+               "qkv_norm_rope", ("qkv", *WEIGHTS, *TURN), (2, 4), HEADS, options=RMS),
+        *(Family(name, title, gated, "rms_norm_gated", XGW, (3, 5), options=(
+            *RMS, ("gate_first", name == "gate_first_"), ("round_before_weight", True)))
           for name, title in (("gated_", "RMSNorm, then a gate"),
                               ("gate_first_", "A gate, then RMSNorm"))),
         *(Family(f"group_{silu}{nhwc}", f"GroupNorm{' and SiLU' if silu else ''}{of}", groups,
-                 "group_norm", columns=(2, 4 if silu else 3), layout=IMAGE, groups=32,
-                 activation="silu" if silu else None)
+                 "group_norm", layout=IMAGE, groups=32, activation="silu" if silu else None)
           for silu in ("", "silu_") for nhwc, of in (("", ""), ("nhwc_", ", NHWC"))),
     )
 }  # fmt: skip
 
 
-def ops_of(*families: Family) -> tuple[str, ...]:
-    return tuple(f"{family.name}{way}" for family in families for way in family.ways)
+OPS = {f"{family.name}{way}": family for family in FAMILIES.values() for way in family.ways}
 
 
 def family_of(op: str) -> Family:
     """The family of an operator; raises ValueError for an unknown one."""
-    name = op.removesuffix("forward").removesuffix("backward")
-    if name not in FAMILIES or op not in ops_of(FAMILIES[name]):
-        known = ", ".join(ops_of(*FAMILIES.values()))
-        raise ValueError(f"unknown op {op!r}: known are {known}")
-    return FAMILIES[name]
+    if op not in OPS:
+        raise ValueError(f"unknown op {op!r}: known are {', '.join(OPS)}")
+    return OPS[op]

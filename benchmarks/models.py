@@ -7,16 +7,15 @@
 
 benchmarks/networks.py has the table of the models, benchmarks/variants.py that of what is done with
 each, in half precision, in a training step (forward, backward, SGD; float32 weights under autocast,
-or half-precision weights) and in inference. `*reduce_overhead` are compiled with CUDA graphs;
-`*layers` compile each of a model's repeated layers by itself.
+or half-precision weights) and in inference. Each model in each mode has a process of its own: they
+compile side by side, with their weights on the GPU together, and measure one at a time, the
+variants in turns.
 
-Each model in each mode has a process of its own. The processes compile side by side, with their
-weights on the GPU together, and measure one at a time, the variants in turns. A variant's row under
-"models" in the results file has the median, the fastest tenth and the best wall time of a step, the
-most memory that it takes, the time of all its kernels and of those named after a norm, by the
-profiler, and the loss of the first step, which should be the same in all variants. --add keeps the
-rows of other models and modes that were measured on the same code. What cannot run is left out, and
-a line says why.
+A variant's row under "models" in the results file has the median, the fastest tenth and the best
+wall time of a step, the most memory that it takes, the time of all its kernels and of those named
+after a norm, by the profiler, and the loss of the first step, which should be the same in all
+variants. --add keeps the rows of other models and modes that were measured on the same code. What
+cannot run is left out, and a line says why.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def built(model: Model, trains: bool) -> Built:
 
 class Step(NamedTuple):
     """A variant of a model after its first step, which gave `loss`: a step, what it runs inside,
-    and the bytes of the weights and of what else stays between steps."""
+    and the bytes of what stays between steps."""
 
     run: Callable[[], torch.Tensor]
     around: Around
@@ -125,9 +124,8 @@ def measure(steps: dict[str, Step], seconds: float) -> list[dict[str, Any]]:
         gc.collect()
         with steps[variant].around():
             before = torch.cuda.memory_allocated()
-            if timing.DEVICE == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                steps[variant].run()
+            torch.cuda.reset_peak_memory_stats()
+            steps[variant].run()
             most = torch.cuda.max_memory_allocated()
             return most - before, timing.kernels_of(steps[variant].run)
 
@@ -149,37 +147,31 @@ def row_of(
 
     fastest = sorted(walls)[: max(1, len(walls) // 10)]
     return {
-        "variant": variant,
-        **timing.summary("wall", walls, "ms"),
+        "variant": variant, **timing.summary("wall", walls, "ms"),
         "wall_tenth_ms": round(statistics.fmean(fastest), 3),
         "peak_gib": round((step.own_bytes + profiles[-1][0]) / 2**30, 3),
-        "device_ms": device_ms(""),
-        "layer_norm_ms": device_ms(*KERNELS),
-        "kernels": sum(kernel.count for kernel in profiles[0][1]),
-        "loss": step.loss,
-    }
+        "device_ms": device_ms(""), "layer_norm_ms": device_ms(*KERNELS),
+        "kernels": sum(kernel.count for kernel in profiles[0][1]), "loss": step.loss,
+    }  # fmt: skip
 
 
 def run(name: str, mode: str, variants: list[str], seconds: float, lock: Path) -> dict[str, Any]:
     """Measures a model in a mode in this process: its rows, and what is left out and why."""
-    model, trains, what = MODELS[name], mode == "training", f"{name}, {mode}"
+    model, trains = MODELS[name], mode == "training"
     steps: dict[str, Step] = {}
     skipped = []
     with turns.preparing(lock):
-        try:
-            made = built(model, trains)
-            variants = [variant for variant in variants if VARIANTS[variant].applies(made[0])]
-        except Exception as problem:
-            return {"rows": [], "skipped": [f"{what}: {sentence(problem)}"]}
+        made = built(model, trains)
+        variants = [variant for variant in variants if VARIANTS[variant].applies(made[0])]
         for variant in variants:
             try:
                 steps[variant] = step_of(variant, made, model, trains)
             except Exception as problem:
-                skipped.append(f"{what}, {variant}: {sentence(problem)}")
+                skipped.append(f"{name}, {mode}, {variant}: {sentence(problem)}")
             torch.cuda.empty_cache()
     with turns.measuring(lock):
-        rows = measure(steps, seconds)
-    return {"rows": [{"model": name, "mode": mode, **row} for row in rows], "skipped": skipped}
+        rows = [{"model": name, "mode": mode, **row} for row in measure(steps, seconds)]
+    return {"rows": rows, "skipped": skipped}
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -189,18 +181,18 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         old = {}
     measured = {(row["model"], row["mode"]) for row in new["rows"]}
     kept = [row for row in old.get("rows", []) if (row["model"], row["mode"]) not in measured]
-    order = {name: number for number, name in enumerate(MODELS)}
-    return {**new, "rows": sorted([*kept, *new["rows"]],
-                                  key=lambda row: order.get(row["model"], len(order)))}  # fmt: skip
+    order = [*MODELS, *(row["model"] for row in kept)]
+    rows = sorted([*kept, *new["rows"]], key=lambda row: order.index(row["model"]))
+    return {**new, "rows": rows}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = results.parser("models", __doc__)
+    parser = results.parser("models", __doc__, seconds=520)
     parser.add_argument("--models", help='comma-separated parts of names, in any case: "dit,flux"')
     parser.add_argument("--variants", default=",".join(USUAL), help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--modes", help=f"of {', '.join(MODES)}")
     parser.add_argument("--seconds", type=float, default=4, help="of turns, a model and mode")
-    turns.add_arguments(parser, jobs=24, seconds=520)
+    turns.add_arguments(parser, jobs=24)
     arguments = parser.parse_args(argv)
     names = results.chosen("model", arguments.models, MODELS)
     modes = results.chosen("mode", arguments.modes, MODES)
@@ -209,17 +201,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Every variant of a model compiles the same functions anew.
     torch._dynamo.config.recompile_limit = 64
     if arguments.lock is not None:  # the process of one model in one mode
-        part = run(names[0], modes[0], variants, arguments.seconds, arguments.lock)
-        results.write(arguments.output, part)
-        print("\n".join(report.models({"models": {**results.stamp(), **part}})))
+        one = run(names[0], modes[0], variants, arguments.seconds, arguments.lock)
+        results.write(arguments.output, one)
+        print("\n".join(report.models({"models": {**results.stamp(), **one}})))
         return
 
     # --models is split at commas. No other name contains this one's text before its comma.
     calls = {f"{name}, {mode}": ["--models", name.split(",")[0], "--modes", mode, "--variants",
                                  ",".join(variants), "--seconds", str(arguments.seconds)]
              for name in names for mode in modes if mode in MODELS[name].modes}  # fmt: skip
-    part = {**results.stamp(), **turns.collect("benchmarks.models", calls, arguments.jobs,
-                                               arguments.budget_seconds)}  # fmt: skip
+    found = turns.collect("benchmarks.models", calls, arguments.jobs, arguments.budget_seconds)
+    part = {**results.stamp(), **found}
     if importlib.util.find_spec("liger_kernel") is None:
         part["skipped"] += [f"{variant}: liger-kernel is not installed"
                             for variant in variants if variant.startswith("liger")]  # fmt: skip

@@ -2,8 +2,7 @@
 """The models of benchmarks.models: transformers', timm's, torchvision's and diffusers', and blocks.
 
 All have random weights, and are built on the default device. Decoders and diffusion transformers
-have their real sizes, but few layers. MODELS at the end is the table: a model is a row, and a
-function that builds it.
+have their real sizes, but few layers. MODELS at the end is the table.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ def language_model(name: str, batch: int, length: int, **options: Any) -> Built:
         output.logits.flatten(0, 1).float(), tokens.flatten())  # fmt: skip
 
 
-def decoder(
-    name: str, width: int, layers: int, heads: int, batch: int = 4, length: int = 4096
-) -> Built:
+def decoder(name: str, width: int, layers: int, heads: int, batch: int, length: int) -> Built:
     """A decoder at its real width, with few layers: "Qwen3", "Llama", "Gemma3"."""
     model, inputs, _ = language_model(
         f"{name}ForCausalLM", batch, length, vocab_size=32_768, hidden_size=width,
@@ -168,13 +165,11 @@ def sdxl() -> Built:
 
 
 def _nnunet_block(before: int, after: int, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(*(
-        module for first in (True, False) for module in (
-            nn.Conv3d(before if first else after, after, 3, stride if first else 1, padding=1),
-            nn.InstanceNorm3d(after, affine=True),
-            nn.LeakyReLU(inplace=True),
-        )
-    ))  # fmt: skip
+    def part(before: int, stride: int) -> list[nn.Module]:
+        return [nn.Conv3d(before, after, 3, stride, padding=1),
+                nn.InstanceNorm3d(after, affine=True), nn.LeakyReLU(inplace=True)]  # fmt: skip
+
+    return nn.Sequential(*part(before, stride), *part(after, 1))
 
 
 class NnUnet(nn.Module):
@@ -227,7 +222,7 @@ class NafBlock(nn.Module):
 def nafnet() -> Built:
     size = (8, 64, 256, 256)
     blocks = nn.Sequential(*(NafBlock(64) for _ in range(4)))
-    return Called(blocks, lambda blocks, x: blocks(x)), noise(x=size), squared_error(*size)
+    return blocks, noise(input=size), squared_error(*size)
 
 
 # ---- The table.
@@ -258,18 +253,17 @@ MODELS: dict[str, Model] = {
         (8 * 1024, "tokens")),
     "transformers ViT-B/16 64x224": Model(lambda: classifier(
         transformer("ViTForImageClassification", num_labels=1000, **NO_DROPOUT)), IMAGES),
-    **{f"transformers {name}, {width} wide, {layers} layers, 4x4096": Model(
-           functools.partial(decoder, name, width, layers, heads), TOKENS, True)
-       for name, width, layers, heads in (("Qwen3", 2048, 6, 16), ("Llama", 4096, 4, 32),
-                                          ("Gemma3", 2560, 6, 8))},
-    # Models that Liger is often used for, at the widths of small releases.
-    **{f"Liger's {name}, {width} wide, {layers} layers, {batch}x{length}": Model(
+    # Liger's are models that it is often used for, at the widths of small releases.
+    **{f"{whose} {name}, {width} wide, {layers} layers, {batch}x{length}": Model(
            functools.partial(decoder, name, width, layers, heads, batch, length), TOKENS, True,
-           modes=("training",))
-       for name, width, layers, heads, batch, length in (
-           ("Qwen3", 1024, 14, 16, 8, 2048), ("Llama", 2048, 8, 32, 4, 4096),
-           ("Olmo2", 2048, 6, 16, 4, 4096), ("Gemma2", 2304, 6, 8, 4, 4096),
-           ("Phi3", 3072, 5, 24, 4, 4096))},
+           modes=("training",) if whose == "Liger's" else MODES)
+       for whose, name, width, layers, heads, batch, length in (
+           ("transformers", "Qwen3", 2048, 6, 16, 4, 4096),
+           ("transformers", "Llama", 4096, 4, 32, 4, 4096),
+           ("transformers", "Gemma3", 2560, 6, 8, 4, 4096),
+           ("Liger's", "Qwen3", 1024, 14, 16, 8, 2048), ("Liger's", "Llama", 2048, 8, 32, 4, 4096),
+           ("Liger's", "Olmo2", 2048, 6, 16, 4, 4096), ("Liger's", "Gemma2", 2304, 6, 8, 4, 4096),
+           ("Liger's", "Phi3", 3072, 5, 24, 4, 4096))},
     # Hybrids on the attention that transformers has in PyTorch's operators, with dense layers.
     "transformers hybrid Qwen3-Next, 2048 wide, 4 layers, 2x4096": Model(
         lambda: language_model(

@@ -34,9 +34,8 @@ def make_inputs(case: Case, limit: int | None = None) -> list[Tensors]:
     shared, as between the calls of a real model. shift, scale and gate are views of one tensor of
     six, as diffusion transformers cut them out of one layer's output.
     """
-    count = limit or timing.input_count(case.bytes)
     shared = _shared(case)
-    return [{**_own(case), **shared} for _ in range(count)]
+    return [{**_own(case), **shared} for _ in range(limit or timing.input_count(case.bytes))]
 
 
 def _randn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -113,7 +112,7 @@ def missing_operator(
     case: Case, *, statistics: bool = False, namespace: str = "fused_layernorm"
 ) -> str | None:
     """The case's operator if the loaded library has no kernel for it here, else None."""
-    name = case.family.operators[case.backward] + ("_forward" if statistics else "")
+    name = case.family.operators[case.backward] + "_forward" * statistics
     has_kernel = hasattr(getattr(torch.ops, namespace), name) and (
         torch._C._dispatch_has_computed_kernel_for_dispatch_key(
             f"{namespace}::{name}", timing.DEVICE.upper()))  # fmt: skip

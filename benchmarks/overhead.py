@@ -6,14 +6,15 @@
 
 Host time is taken on a chain of 100 norms over a tiny tensor, so that the device never holds the
 host up. The variants (the stock module, ours, a swapped one, on the GPU the stock one under
-override_aten) take turns; kept are the median and the best of the rounds, and the device time, the
-sum of all kernels by the profiler. --norms chooses norms, to print their times alone.
+override_aten) take turns; kept are the median and the best of the rounds, and the device time by
+the profiler. --norms chooses norms, to print their times alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -173,33 +174,29 @@ def call_overhead(chains: dict[str, Chain], rounds: int) -> dict[str, dict[str, 
     entries: dict[str, dict[str, float]] = {}
     for name, visits in timing.in_turns(chains, rounds, measure).items():
         for way in visits[0]:
-            times = timing.summary(name, [visit[way] for visit in visits])
-            entries.setdefault(way, {}).update(times)
+            times = [visit[way] for visit in visits]
+            entries.setdefault(way, {}).update(timing.summary(name, times))
     return entries
 
 
 Calls = dict[str, list[timing.Call]]
 
 
-def training_steps(measure: Callable[[Calls], dict[str, float]]) -> list[dict[str, Any]]:
-    """Training steps of the module alone: what each is, and what is measured of the calls of ours
-    and of nn.LayerNorm, one size after the other.
+def training_steps() -> list[tuple[dict[str, Any], Calls]]:
+    """Training steps of the module alone: what each is, and the calls of ours and of nn.LayerNorm.
 
     bfloat16 activations with float32 weights go through autocast, as in training: on CUDA
     nn.LayerNorm accepts this mixture in no other way.
     """
-    entries = []
-    for name, shape in STEPS:
-        for dtypes in STEP_DTYPES:
-            x, weights = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-            title = f"{name} {'x'.join(map(str, shape))} {x}, weights {weights}"
-            title += ", autocast" if x != weights else ""
-            calls = {variant: step_calls(variant, shape, *dtypes) for variant in ("ours", "eager")}
-            entries.append({
-                "name": title, "shape": list(shape), "dtype": x, "weight_dtype": weights,
-                "autocast": x != weights, **measure(calls),
-            })  # fmt: skip
-    return entries
+    found = []
+    for (name, shape), dtypes in itertools.product(STEPS, STEP_DTYPES):
+        x, weights = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        title = f"{name} {'x'.join(map(str, shape))} {x}, weights {weights}"
+        entry = {"name": title + ", autocast" * (x != weights), "shape": list(shape), "dtype": x,
+                 "weight_dtype": weights, "autocast": x != weights}  # fmt: skip
+        calls = {variant: step_calls(variant, shape, *dtypes) for variant in ("ours", "eager")}
+        found.append((entry, calls))
+    return found
 
 
 def step_calls(
@@ -222,34 +219,30 @@ def step_calls(
 
 
 def measure(rounds: int = ROUNDS) -> dict[str, Any]:
-    """PARTS of the results file, with device times. The wall time of a step is that of forward and
-    backward in microseconds, taken over many steps with one synchronization at the end."""
-
-    def walls(calls: Calls) -> dict[str, float]:
-        found = timing.in_turns(calls, rounds, lambda key: timing.wall_time(calls[key]))
-        return {name: us for key, times in found.items()
-                for name, us in timing.summary(key, times).items()}  # fmt: skip
-
-    def on_device(calls: Calls) -> dict[str, float]:
-        return {f"{key}_device_us":
-                round(device_us(lambda: [step() for step in steps])[0] / len(steps), 3)  # noqa: B023
-                for key, steps in calls.items()}  # fmt: skip
-
-    chains = make_chains()
-    overhead, steps = call_overhead(chains, rounds), training_steps(walls)
+    """PARTS of the results file, with device times. The wall time of a step, forward and backward,
+    is taken over many steps with one synchronization at the end."""
+    chains, steps = make_chains(), training_steps()
+    overhead = call_overhead(chains, rounds)
+    for entry, calls in steps:
+        walls = timing.in_turns(calls, rounds, lambda name: timing.wall_time(calls[name]))  # noqa: B023
+        for name, times in walls.items():
+            entry |= timing.summary(name, times)
     # The profiler may leave the host slower than it was: it comes last.
     for name, chain in chains.items():
         for way, us in chain.visit(device_us).items():
             overhead[way][f"{name}_device_us"] = round(us, 3)
-    steps = [{**step, **more} for step, more in zip(steps, training_steps(on_device), strict=True)]
-    return dict(zip(PARTS, (results.stamp(), overhead, steps), strict=True))
+    for entry, calls in steps:
+        for name, some in calls.items():
+            us, _ = device_us(lambda: [step() for step in some])  # noqa: B023
+            entry[f"{name}_device_us"] = round(us / len(some), 3)
+    return dict(zip(PARTS, (results.stamp(), overhead, [entry for entry, _ in steps]), strict=True))
 
 
 def text(head: str, entries: dict[str, dict[str, Any]], prefix: str = "") -> str:
     """A line for each entry: median (best), the ratio to the stock module, device microseconds."""
     norm = NORMS[prefix]
     of = f" of {norm.name}" if prefix else ""
-    title = norm.name + (", channels_last" if norm.channels_last else "")
+    title = norm.name + ", channels_last" * norm.channels_last
     columns = {f"{prefix}{name}": LABELS[name].format(title, of) for name in norm.variants
                if any(f"{prefix}{name}_us" in entry for entry in entries.values())}  # fmt: skip
 

@@ -53,11 +53,9 @@ def stamp(part: dict[str, Any], report: Report) -> str:
 
 def _figure(rows: int, cols: int, size: tuple[float, float]) -> tuple[Any, Any]:
     """A figure and its axes, drawn alike every time: no date, no random names."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    plt.switch_backend("Agg")
     plt.rcParams.update({"svg.hashsalt": "fused_layernorm", "svg.fonttype": "none",
                          "axes.spines.top": False, "axes.spines.right": False})  # fmt: skip
     return plt.subplots(rows, cols, figsize=size, squeeze=False, layout="constrained")

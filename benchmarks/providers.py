@@ -33,17 +33,15 @@ class Backward:
 
     def __init__(self, function: Function, case: Case, t: Tensors) -> None:
         self.function = function
-        names = case.family.gradients
         self.tensors = {name: t[name].detach() for name in case.family.inputs}
-        self.leaves = [self.tensors[name].requires_grad_() for name in names]
+        self.leaves = [self.tensors[name].requires_grad_() for name in case.family.gradients]
         self.grads = [t[name] for name in GRADIENTS if name in t]
-        self.outputs: tuple[Tensor, ...] = ()
+        self.outputs: Any = None
 
     @torch.enable_grad()
     def __call__(self) -> tuple[Tensor, ...]:
-        if not self.outputs:
-            found = self.function(self.tensors)
-            self.outputs = (found,) if isinstance(found, Tensor) else tuple(found)
+        if self.outputs is None:
+            self.outputs = self.function(self.tensors)
         return torch.autograd.grad(self.outputs, self.leaves, self.grads, retain_graph=True)
 
 
@@ -144,11 +142,9 @@ PEERS = {
 }  # fmt: skip
 
 PROVIDERS: dict[str, Provider] = {
-    "ours": ours_calls,
-    "eager": eager_calls,
-    "compile": compile_calls,
+    "ours": ours_calls, "eager": eager_calls, "compile": compile_calls,
     **{name: peer.calls for name, peer in PEERS.items()},
-}
+}  # fmt: skip
 
 
 def available() -> tuple[list[str], list[str]]:
@@ -156,12 +152,11 @@ def available() -> tuple[list[str], list[str]]:
     that is not installed, or that is and cannot be imported."""
     problems = {}
     for name, peer in PEERS.items():
-        if importlib.util.find_spec(peer.module.split(".")[0]) is None:
-            problems[name] = f"{name}: {peer.package} is not installed"
-            continue
         try:
             importlib.import_module(peer.module)
         except Exception as problem:  # a peer's import may raise anything
             said = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-            problems[name] = f"{name}: {peer.package} does not import: {said}"
+            is_there = importlib.util.find_spec(peer.module.split(".")[0])
+            what = f"does not import: {said}" if is_there else "is not installed"
+            problems[name] = f"{name}: {peer.package} {what}"
     return [name for name in PROVIDERS if name not in problems], [*problems.values()]

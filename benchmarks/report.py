@@ -263,17 +263,12 @@ def measured(report: Report, left_out: list[str]) -> list[str]:
     host_times, whole_models = (report.get(part, {}).get("date", "-")[:10]
                                 for part in ("overhead_stamp", "models"))  # fmt: skip
     lines = {
-        "clocks": report["clocks"],
-        "driver": report["driver"],
-        "torch": report["torch"],
-        "Python": report["python"],
-        "kernels of eager RMSNorm": report["rms_norm"],
+        "clocks": report["clocks"], "driver": report["driver"], "torch": report["torch"],
+        "Python": report["python"], "kernels of eager RMSNorm": report["rms_norm"],
         "peers not installed": ", ".join(sorted(OTHERS[name] for name in missing)) or "-",
-        "measured on": report["date"][:10],
-        "host times": host_times,
-        "whole models": whole_models,
-        "`csrc_sha256`": report["csrc_sha256"][:16],
-    }
+        "measured on": report["date"][:10], "host times": host_times,
+        "whole models": whole_models, "`csrc_sha256`": report["csrc_sha256"][:16],
+    }  # fmt: skip
     body = [{"": what, report["device"]: value} for what, value in lines.items()]
     return [table(body, left=2), *bullets("Not measured", said), *bullets("Left out", left_out)]
 
@@ -292,12 +287,11 @@ def at_a_glance(report: Report) -> list[str]:
     for op in dict.fromkeys(row["op"] for row in report["rows"]):
         rows = [row for row in report["rows"] if row["op"] == op and large(row)]
         shares = [part for row in rows if (part := share(row)) is not None]
-        faster = []
-        for name in others_of(rows):
-            if ratios := [row[f"{name}_us"] / row["ours_us"] for row in rows
-                          if row.get(f"{name}_us") and "ours_us" in row]:  # fmt: skip
-                least = f"({min(ratios):.1f}x)"
-                faster.append(f"{OTHERS[name]} {statistics.median(ratios):.1f}x {least}")
+        ratios = {name: [row[f"{name}_us"] / row["ours_us"] for row in rows
+                         if row.get(f"{name}_us") and "ours_us" in row]
+                  for name in others_of(rows)}  # fmt: skip
+        faster = [f"{OTHERS[name]} {statistics.median(found):.1f}x ({min(found):.1f}x)"
+                  for name, found in ratios.items() if found]  # fmt: skip
         if shares:
             speed = f"{percent(statistics.median(shares))} ({percent(min(shares))})"
             body.append({"operator": title(op), "cases": str(len(shares)), "of copy speed": speed,
@@ -317,16 +311,15 @@ def falls_short(report: Report) -> list[list[str]]:
     slow, beaten = [], []
     for row in (row for row in report["rows"] if "ours_us" in row):
         rare = results.case_of(row).target is None or row["cols"] % 8 != 0
-        part = share(row)
+        part, own = share(row), row["ours_us"]
         if part is not None and large(row) and round(part, 2) < SHORT_OF_COPY:
             cells = of_operator(row, **{"of copy speed": percent(part)})
             slow.append((rare, part, [*cells.values()], cells))
         for name in others_of([row]):
-            time = row.get(f"{name}_us")
-            if time is not None and time < row["ours_us"]:
+            if (time := row.get(f"{name}_us") or own) < own:
                 more = {"its time": us(time), "its part of ours": times(row, name)}
-                cells = of_operator(row, what=name, ours=us(row["ours_us"]), **more)
-                beaten.append((rare, time / row["ours_us"], [*cells.values()], cells))
+                cells = of_operator(row, what=name, ours=us(own), **more)
+                beaten.append((rare, time / own, [*cells.values()], cells))
 
     def listed(found: list[Any]) -> list[str]:
         rest = len(found) - LISTED

@@ -24,11 +24,17 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
-    """The parser of a command, whose help is the docstring of its module."""
+def parser(module: str, doc: str | None, seconds: float | None = None) -> argparse.ArgumentParser:
+    """The parser of a command, whose help is the docstring of its module; of one that measures for
+    so many seconds with what that needs."""
     raw = argparse.RawDescriptionHelpFormatter
     name = f"python -m benchmarks.{module}"
-    return argparse.ArgumentParser(prog=name, description=doc, formatter_class=raw)
+    made = argparse.ArgumentParser(prog=name, description=doc, formatter_class=raw)
+    if seconds is not None:
+        made.add_argument("--budget-seconds", "--limit-seconds", type=float, default=seconds,
+                          help="what is not measured by then is left out")  # fmt: skip
+        made.add_argument("--output", type=Path, help="the results file")
+    return made
 
 
 def chosen(kind: str, names: str | None, known: Iterable[str]) -> list[str]:
@@ -46,10 +52,10 @@ def chosen(kind: str, names: str | None, known: Iterable[str]) -> list[str]:
 def _said(*command: str, root: Path = ROOT) -> list[str]:
     """The lines that a command prints; none where it fails."""
     try:
-        ended = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+        said = subprocess.check_output(command, cwd=root, text=True, stderr=subprocess.DEVNULL)
+        return said.splitlines()
     except (OSError, subprocess.CalledProcessError):
         return []
-    return ended.stdout.splitlines()
 
 
 def csrc_sha256(root: Path = ROOT) -> str:
@@ -83,20 +89,17 @@ def machine() -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(),
         "clocks": "SM {}, memory {} at most, {}".format(*clocks) if clocks else "unknown",
-        "driver": driver,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        "driver": driver, "torch": torch.__version__, "python": platform.python_version(),
         "rms_norm": "QuACK" if _runs_quack() else "ATen",
-    }
+    }  # fmt: skip
 
 
 def _runs_quack() -> bool:
     """Whether PyTorch replaces its RMSNorm by QuACK's kernels: since 2.13, with their packages."""
     try:
-        utils = importlib.import_module("torch._native.cutedsl_utils")
+        return bool(importlib.import_module("torch._native.cutedsl_utils").runtime_available())
     except ImportError:
         return False
-    return bool(utils.runtime_available())
 
 
 def cpu() -> dict[str, Any]:
@@ -127,11 +130,10 @@ def write(path: Path, results: dict[str, Any]) -> None:
     """Writes one line per measurement, so that a change of the file can be read."""
     lines = []
     for key, value in results.items():
+        text = json.dumps(value)
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            items = ",\n  ".join(json.dumps(item) for item in value)
-            lines.append(f"{json.dumps(key)}: [\n  {items}\n ]")
-        else:
-            lines.append(f"{json.dumps(key)}: {json.dumps(value)}")
+            text = "[\n  {}\n ]".format(",\n  ".join(map(json.dumps, value)))
+        lines.append(f"{json.dumps(key)}: {text}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
 

@@ -18,14 +18,14 @@ import multiprocessing
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
 from benchmarks import overhead, providers, report, results, timing
-from benchmarks.cases import CASES, OPS, Case
+from benchmarks.cases import CASES, Case
+from benchmarks.families import OPS
 from benchmarks.ours import make_inputs, require_kernels
 from benchmarks.timing import sentence
 
@@ -33,11 +33,9 @@ say = functools.partial(print, flush=True)
 
 
 def configure_compile() -> None:
-    """Makes all processes compile alike, and each choose the fastest configurations by itself.
-
-    Inductor times a kernel's configurations on the device, where the helpers that compile ahead
-    disturb each other. Their choices must therefore not reach the run through the cache.
-    """
+    """Makes all processes compile alike, and each choose the fastest configurations by itself:
+    the helpers that compile ahead disturb each other, so their choices must not reach the run
+    through the cache."""
     import torch._functorch.config
     import torch._inductor.config
 
@@ -107,16 +105,14 @@ def run_cases(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = results.parser("run", __doc__)
+    parser = results.parser("run", __doc__, seconds=440)
     parser.add_argument("--providers", help="comma-separated; all that are installed if not given")
     parser.add_argument("--ops", help=f"comma-separated: {', '.join(OPS)}")
     parser.add_argument("--rows", help='part of a case\'s name, e.g. "32768x1024" or "float32"')
     parser.add_argument("--no-compile", action="store_true", help="without slow torch.compile")
     parser.add_argument("--quick", action="store_true", help="ours only, shorter measurements")
-    parser.add_argument("--budget-seconds", type=float, default=440, help="skip what is left then")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1),
                         help="processes that compile ahead; 0 for none")  # fmt: skip
-    parser.add_argument("--output", type=Path, help="the results file")
     arguments = parser.parse_args(argv)
 
     built = require_kernels()

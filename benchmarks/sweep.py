@@ -6,11 +6,11 @@
     python -m benchmarks.sweep --groups         300 odd shapes of group norms; prints them alone
 
 Columns from 1 to 4200 in odd steps (and the usual sizes with their neighbours), rows from 1 to
-100,000: LayerNorm in bfloat16 and float32, RMSNorm in bfloat16. The points with a ratio ours /
-eager near 1 or above, and the 30 worst, are timed again, for longer and with tensors in several
-places of memory. Where there are many points, their first measurement has so few inputs that they
-stay in L2, so a point that is slower from memory alone, and faster by more than 10% from L2, is
-missed. The results file gets the slower points, at least the worst ten.
+100,000: LayerNorm in bfloat16 and float32, RMSNorm in bfloat16. Points with a ratio ours / eager
+near 1 or above, and the 30 worst, are timed again, for longer and in several places of memory. Of
+many points the first measurement has so few inputs that they stay in L2: a point that is slower
+from memory alone, and faster by more than 10% from L2, is missed. The results file gets the slower
+points, at least the worst ten.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import os
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +37,8 @@ WIDTHS = sorted(
     | {1024, 1025, 1152, 1280, 1536, 2047, 2048, 2560, 3072, 4095, 4096, 4097}
 )
 OPS = tuple((f"{norm}{way}", dtype) for norm, way, dtype in (
-    *itertools.product([""], ("forward", "backward"), ("bfloat16", "float32")),
-    *itertools.product(["rms_"], ("forward", "backward"), ["bfloat16"])))  # fmt: skip
+    *itertools.product([""], report.WAYS, ("bfloat16", "float32")),
+    *itertools.product(["rms_"], report.WAYS, ["bfloat16"])))  # fmt: skip
 WORST = 10
 NEAR = 0.9  # a point whose first ratio is above this is timed again
 MANY_POINTS = 1000  # of more points, the first measurement has at most FEW_INPUTS inputs
@@ -81,7 +80,7 @@ def group_points(count: int = 300, seed: int = 72) -> list[Case]:
 @torch.no_grad()
 def measure(case: Case, other: str, most: int | None = None) -> dict[str, Any]:
     """The row of one point: our time, that of the other provider, and their ratio; with at most
-    `most` inputs if that is given, else for long and with tensors in several places."""
+    `most` inputs if that is given, else for long and in several places of memory."""
     options: dict[str, Any] = {"seconds": 0.01, "min_replays": 10, "max_replays": 30}
     if most is not None:
         options = {"seconds": 0.003, "min_replays": 5, "max_replays": 12}
@@ -123,11 +122,9 @@ def sweep(cases: list[Case], seconds: float, other: str = "eager") -> dict[str, 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = results.parser("sweep", __doc__)
-    parser.add_argument("--budget-seconds", type=float, default=230)
+    parser = results.parser("sweep", __doc__, seconds=230)
     parser.add_argument("--compile", type=int, metavar="POINTS", help="against torch.compile")
     parser.add_argument("--groups", action="store_true", help="odd shapes of group norms")
-    parser.add_argument("--output", type=Path, help="the results file")
     arguments = parser.parse_args(argv)
     require_kernels()
 

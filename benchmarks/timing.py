@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How device time, host time and wall time are measured, in one place.
 
-Device time: one CUDA graph captures calls on several distinct inputs, which together are larger
-than the L2 cache; the time is the median over replays divided by the number of calls. As many
-outputs stay alive as there are inputs, so that writes do not go to one cached buffer either. Data
-is random, never zeros. Host and wall time: a shared host's speed changes by the minute, so compared
-variants take turns.
+Device time: one CUDA graph captures calls on several distinct inputs of random data, together
+larger than the L2 cache; the time is the median over replays divided by the number of calls. As
+many outputs stay alive as there are inputs, so that writes do not go to one cached buffer either.
+Host and wall time: a shared host's speed changes by the minute, so compared variants take turns.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ REPLAY_SECONDS = 1e-3
 MAX_INPUTS = 256
 MAX_CALLS = 512
 PATIENCE = 30  # attempts at a call for which there is not enough memory
-# Memory of finished graphs goes back to the device when the allocator holds more than this.
-MAX_RESERVED = 24 << 30
-
+MAX_RESERVED = 24 << 30  # more than this of the allocator goes back to the device
 DEVICE = "cuda"
 
 
@@ -49,10 +46,8 @@ class Graph:
     """Calls, one per distinct input, captured in one CUDA graph: each at least once, then again
     from the first, until they make `work` seconds at 4 TB/s, or are as many as `most`."""
 
-    def __init__(
-        self, calls: Sequence[Call], bytes_per_call: int, work: float = REPLAY_SECONDS,
-        most: int = MAX_CALLS,
-    ) -> None:  # fmt: skip
+    def __init__(self, calls: Sequence[Call], bytes_per_call: int, work: float = REPLAY_SECONDS,
+                 most: int = MAX_CALLS) -> None:  # fmt: skip
         wanted = math.ceil(work * 4e12 / max(bytes_per_call, 1))
         self.count = max(len(calls), min(wanted, most))
         self.calls = calls  # keeps the inputs alive as long as the graph that reads them
@@ -109,10 +104,8 @@ def patiently(call: Callable[[], Any], free: Callable[[], Any] = lambda: None) -
     return call()
 
 
-def graph_time(
-    calls: Sequence[Call], bytes_per_call: int, work: float = REPLAY_SECONDS, most: int = MAX_CALLS,
-    **options: Any,
-) -> float:  # fmt: skip
+def graph_time(calls: Sequence[Call], bytes_per_call: int, work: float = REPLAY_SECONDS,
+               most: int = MAX_CALLS, **options: Any) -> float:  # fmt: skip
     """Median device microseconds of one call: see `Graph` and its `time`, which has the options."""
     graph = Graph(calls, bytes_per_call, work, most)
     try:
@@ -170,16 +163,11 @@ def warm_up_device(seconds: float = 0.5) -> None:
         torch.cuda.synchronize()
 
 
-def in_turns(
-    names: Iterable[str], rounds: int, measure: Callable[[str], T],
-    seconds: float = math.inf, least: int = 0,
-) -> dict[str, list[T]]:  # fmt: skip
+def in_turns(names: Iterable[str], rounds: int, measure: Callable[[str], T],
+             seconds: float = math.inf, least: int = 0) -> dict[str, list[T]]:  # fmt: skip
     """What is measured of every name in each round, by name; after `seconds`, and at least `least`
-    rounds, no further round begins. Each begins with the next name, so that none is favoured.
-
-    The garbage collector, which would otherwise run at any time, is off; existing objects are
-    frozen, so that an explicit gc.collect() in between takes no time.
-    """
+    rounds, no further round begins. Each begins with the next name, so that none is favoured. The
+    garbage collector is off, and what exists is frozen, so that gc.collect() takes no time."""
     found: dict[str, list[T]] = {name: [] for name in names}
     start = time.perf_counter()
     gc.collect()

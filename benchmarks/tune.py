@@ -9,9 +9,9 @@ Each argument is a case, "ROWSxCOLS DTYPE OP", and after bars the options to for
 other (parts of a plan, in the words of `force_plan` in csrc/bindings/force_plan.h). The plan's own
 choice is timed first, and no plan twice. A * stands for every value that its part can have, and for
 none; the fastest plans are then named at the end. --list prints the plans of each case and times
-nothing, also without a GPU. Each result is compared with PyTorch's own; this leaves other data in
-L2, and what makes room there first then takes some 5% longer: plans that load in different ways are
-better timed with --no-check.
+nothing, also without a GPU. To compare each result with PyTorch's leaves other data in L2, and what
+makes room there first then takes some 5% longer: plans that load in different ways are better timed
+with --no-check.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ VALUES: dict[str, tuple[str | int, ...]] = {
 def error(result: object, expected: list[torch.Tensor]) -> float:
     """The largest relative error (in the 2-norm) over the outputs; NaN if any output has one."""
     outputs = [result] if isinstance(result, torch.Tensor) else list(result)  # type: ignore[call-overload]
-    errors = [float((out.float() - want.float()).norm() / want.float().norm())
-              for out, want in zip(outputs, expected, strict=True)]  # fmt: skip
-    return math.nan if any(map(math.isnan, errors)) else max(errors)
+    errors = torch.tensor([(out.float() - want.float()).norm() / want.float().norm()
+                           for out, want in zip(outputs, expected, strict=True)])  # fmt: skip
+    return float(errors.max())  # NaN is the largest
 
 
 def tune(case: Case, forces: list[str], check: bool, seconds: float) -> None:
@@ -63,13 +63,13 @@ def tune(case: Case, forces: list[str], check: bool, seconds: float) -> None:
             note = f"  error {error(calls[0](), expected):.1e}" if check else ""
             torch.cuda.synchronize()
             us = timing.graph_time(calls, case.bytes, seconds=seconds)
+            said = f"{us:9.2f} us  ratio {case.ratio(us, copy_us):.3f}{note}"
+            times.append((us, label))
         except (RuntimeError, ValueError) as problem:
-            print(f"  {label:<48} failed: {timing.sentence(problem)}", flush=True)
-            continue
+            said = f"failed: {timing.sentence(problem)}"
         finally:
             force(None)
-        times.append((us, label))
-        print(f"  {label:<48} {us:9.2f} us  ratio {case.ratio(us, copy_us):.3f}{note}", flush=True)
+        print(f"  {label:<48} {said}", flush=True)
     if any("*" in options for options in forces):
         fastest = "; ".join(f"{us:.2f} us {label}" for us, label in sorted(times)[:FASTEST])
         print(f"  the fastest: {fastest}", flush=True)
@@ -128,13 +128,11 @@ def plan_of(case: Case, options: str | None) -> str:
     ops = torch.ops.fused_layernorm
     ops._force(options)
     try:
-        for gated in gates:
-            plan = ops._plan(case.rows, case.cols, case.torch_dtype, **problem, gated=gated)
-            if plan != "null":
-                break
+        plans = (ops._plan(case.rows, case.cols, case.torch_dtype, **problem, gated=gated)
+                 for gated in gates)  # fmt: skip
+        return next((plan for plan in plans if plan != "null"), "null")
     finally:
         ops._force(None)
-    return str(plan)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -144,10 +142,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--no-check", action="store_true", help="do not compare with PyTorch")
     parser.add_argument("--seconds", type=float, default=0.03, help="device time per measurement")
     arguments = parser.parse_args(argv)
-    if arguments.list:
-        package()  # registers the operators
-    else:
-        require_kernels()
+    package() if arguments.list else require_kernels()  # both register the operators
     for line in arguments.lines:
         text, *forces = (part.strip() for part in line.split("|"))
         case = parse_case(text)

@@ -3,8 +3,7 @@
 
 Compiling a model takes a minute of one processor core and hardly any of the GPU; measuring needs
 the machine to itself. So each process holds a shared lock while it prepares and the exclusive lock
-while it measures: no process measures while another prepares. A process that still imports its
-modules holds no lock.
+while it measures. A process that still imports its modules holds no lock.
 """
 
 from __future__ import annotations
@@ -35,12 +34,9 @@ preparing = functools.partial(_holding, fcntl.LOCK_SH)  # others may prepare too
 measuring = functools.partial(_holding, fcntl.LOCK_EX)  # no other prepares or measures
 
 
-def add_arguments(parser: argparse.ArgumentParser, jobs: int, seconds: float) -> None:
+def add_arguments(parser: argparse.ArgumentParser, jobs: int) -> None:
     """The arguments of a command whose processes take turns; the last is theirs."""
     parser.add_argument("--jobs", type=int, default=jobs, help="processes that run side by side")
-    parser.add_argument("--budget-seconds", "--limit-seconds", type=float, default=seconds,
-                        help="what is not measured by then is left out")  # fmt: skip
-    parser.add_argument("--output", type=Path, help="the results file")
     parser.add_argument("--add", action="store_true", help="into the results file, though a part")
     parser.add_argument("--lock", type=Path, help="measure here, one process at a time")
 
@@ -51,8 +47,8 @@ def collect(
     """Runs `python -m module` with the arguments of each call and with "--output" and "--lock".
 
     At most `jobs` processes run at a time, and after `seconds` they are killed. Returns "rows" and
-    "skipped" of the files that they wrote, in the order of the calls; a line is added for a call,
-    with its name, that gave no file. A process's output is shown when the process has ended.
+    "skipped" of the files that they wrote, in the order of the calls; a call that gave no file adds
+    a line. A process's output is shown when it has ended.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(jobs, 1)) as pool:

@@ -29,7 +29,7 @@ class Variant:
     title: str
     prepare: Callable[[nn.Module], object] = lambda model: model
     call: Callable[[nn.Module], Callable[..., Any]] = lambda model: model
-    applies: Callable[[nn.Module], bool] = lambda model: True
+    applies: Callable[[nn.Module], object] = lambda model: True
     around: Around = contextlib.nullcontext
     usual: bool = True  # measured where no variants are named
 
@@ -40,13 +40,12 @@ def swap(model: nn.Module, neighbours: bool = True) -> None:
 
 def has_neighbours(model: nn.Module) -> bool:
     """Whether there is more to swap than norms."""
-    swap(model, neighbours=False)
-    norms = [type(module) for module in model.modules()]
-    package().unswap_norms(model)
-    swap(model)
-    found = [type(module) for module in model.modules()] != norms
-    package().unswap_norms(model)
-    return found
+    found = []
+    for neighbours in (False, True):
+        swap(model, neighbours)
+        found.append([type(module) for module in model.modules()])
+        package().unswap_norms(model)
+    return found[0] != found[1]
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -85,7 +84,7 @@ def _compiling(**how: Any) -> Callable[[nn.Module], Callable[..., Any]]:
     return lambda model: torch.compile(model, **how)
 
 
-_layers: Any = {"call": compile_layers, "applies": lambda model: bool(layers_of(model))}
+_layers: Any = {"call": compile_layers, "applies": layers_of}
 _liger: Any = {"applies": has_liger}
 _graphs: Any = {"call": _compiling(mode="reduce-overhead"), "usual": False}
 _fused = functools.partial(_compiling, backend="fused_layernorm")

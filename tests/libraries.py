@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other people's libraries in the tests: `libraries.get("timm")` imports one or skips the test.
 
-timm and torchvision are not among the packages of the environment. torchvision's binary is built
-for CUDA builds of PyTorch. Beside a CPU build it fails to import, and so does every library that
-imports it where it is installed, transformers for example. Also, pip would replace PyTorch with a
-build that suits torchvision. So `make test` runs this file, which installs the two without PyTorch
-into their own folder under build/. Only the tests import from there.
+torchvision's binary is built for CUDA builds of PyTorch: beside a CPU build it fails to import, as
+does whatever imports it where it is installed, and pip would replace PyTorch to suit it. So `make
+test` runs this file, which installs timm and torchvision without PyTorch into a folder of their own
+under build/, from which only the tests import.
 """
 
 import importlib
@@ -22,12 +21,8 @@ from typing import Any
 import torch
 
 _MINOR = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
-FOLDER = (
-    Path(__file__).resolve().parents[1]
-    / "build"
-    / "test_packages"
-    / f"{sys.implementation.cache_tag}-torch{_MINOR[0]}.{_MINOR[1]}"
-)
+_TAG = f"{sys.implementation.cache_tag}-torch{_MINOR[0]}.{_MINOR[1]}"
+FOLDER = Path(__file__).resolve().parents[1] / "build" / "test_packages" / _TAG
 # torchvision 0.25 belongs to PyTorch 2.10, and so on. Beside numpy it needs pillow.
 PACKAGES = ("timm", f"torchvision<0.{_MINOR[1] + 16}", "pillow")
 
@@ -41,10 +36,8 @@ def install():
 
 
 def get(name):
-    """Returns the library, or skips the test if it is not installed.
-
-    With FUSED_LAYERNORM_ALL_LIBRARIES=1, as in .ci/run's stage of tools, its absence is an error.
-    """
+    """Returns the library, or skips the test if it is not installed; with
+    FUSED_LAYERNORM_ALL_LIBRARIES=1, as in .ci/run's stage of tools, its absence is an error."""
     import pytest
 
     if FOLDER.is_dir() and str(FOLDER) not in sys.path:
@@ -92,11 +85,8 @@ _declared = None  # the declarations last as long as this library
 
 
 def _import_torchvision():
-    """Imports torchvision, also if its binary does not load.
-
-    Its Python half then fails on missing operators of its own, nms and qnms, which none of the
-    tests' models use. Each missing operator is declared, until the import succeeds.
-    """
+    """Imports torchvision, also if its binary does not load: each operator of its own that its
+    Python half then misses, and that no model of the tests uses, is declared."""
     global _declared
     while True:
         try:

@@ -114,11 +114,8 @@ def saved_and_loaded(module, **how):
 
 def copies(module):
     """The module copied, pickled and saved, each of the class that it has."""
-    made = [
-        copy.deepcopy(module),
-        pickle.loads(pickle.dumps(module)),
-        saved_and_loaded(module, weights_only=False),
-    ]
+    made = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    made.append(saved_and_loaded(module, weights_only=False))
     assert [type(one) for one in made] == 3 * [type(module)]
     return made
 
@@ -137,15 +134,11 @@ def is_floating(value):
 
 
 def outcome(model, inputs, run=None):
-    """Outputs, and the gradients of inputs and parameters that have one, for random dy: by name.
-
-    inputs: all arguments, by name or in their order.
-    """
+    """By name, for random dy: outputs, and the gradients of parameters and of inputs that have one.
+    Inputs are all arguments, by name or in their order."""
     is_named = isinstance(inputs, dict)
-    given: dict[Any, Any] = {
-        key: value.detach().requires_grad_() if is_floating(value) else value
-        for key, value in (inputs.items() if is_named else enumerate(inputs))
-    }
+    given: dict[Any, Any] = dict(inputs.items() if is_named else enumerate(inputs))
+    given |= {key: x.detach().requires_grad_() for key, x in given.items() if is_floating(x)}
     if run is not None:
         outputs = run(model, given)
     else:
@@ -163,11 +156,8 @@ def outcome(model, inputs, run=None):
 
 def same(found, expected, tolerance, strides=False, least=0.1):
     """Asserts equal dtypes and shapes, of outputs also strides if asked for, and errors within
-    tolerance in the 2-norm.
-
-    An error is relative to the tensor's norm, or to `least` if that is greater, because some
-    gradients are zero but for roundings.
-    """
+    tolerance in the 2-norm, relative to the tensor's norm, or to `least` if that is greater: some
+    gradients are zero but for roundings."""
     assert found.keys() == expected.keys()
     for name, want in expected.items():
         assert found[name].dtype == want.dtype, name

@@ -12,7 +12,7 @@ import pytest
 import tiny_diffusers
 import torch
 import torch.nn.functional as F
-from captured import llama, model, passing, tensors
+from captured import llama, model, operators_of, passing, tensors
 from compiling import EAGER, afresh, assert_same, everywhere, recording  # noqa: F401
 from numerics import covering
 from processes import run
@@ -44,11 +44,9 @@ class Block(torch.nn.Module):
 
     def __init__(self, width=32, checkpointed=False):
         super().__init__()
-        self.norm1, self.norm2 = (
-            torch.nn.LayerNorm(width, elementwise_affine=False) for _ in range(2)
-        )
-        self.norm_out, self.mix = torch.nn.LayerNorm(width), torch.nn.Linear(width, width)
-        self.mod, self.checkpointed = torch.nn.Linear(width, 5 * width), checkpointed
+        self.norm1, self.norm2 = (nn.LayerNorm(width, elementwise_affine=False) for _ in range(2))
+        self.norm_out, self.mix = nn.LayerNorm(width), nn.Linear(width, width)
+        self.mod, self.checkpointed = nn.Linear(width, 5 * width), checkpointed
 
     def forward(self, x, c):
         if self.checkpointed:
@@ -301,11 +299,7 @@ def targets_of(function, *args, through=lambda graph_module: graph_module, **kwa
     found: list[str] = []
 
     def backend(graph_module, example_inputs):
-        found.extend(
-            node.target._opname
-            for node in through(graph_module).graph.nodes
-            if isinstance(node.target, torch._ops.OpOverload)
-        )
+        found.extend(operators_of(through(graph_module)))
         return graph_module.forward
 
     result = torch.compile(function, backend=backend, fullgraph=True, **kwargs)(*args)
@@ -508,10 +502,8 @@ def test_dtensor(mesh):
 
     shapes = ((2, 4, 256), (2, 4, 256), (256,), (1, 1, 256))
     placements = (Shard(0), Shard(0), Replicate(), Replicate())
-    args = [
-        distribute_tensor(torch.randn(shape), mesh, [placement]).requires_grad_()
-        for shape, placement in zip(shapes, placements, strict=True)
-    ]
+    args = [distribute_tensor(torch.randn(shape), mesh, [where]).requires_grad_()
+            for shape, where in zip(shapes, placements, strict=True)]  # fmt: skip
 
     def step(run):
         y, h = run(*args)

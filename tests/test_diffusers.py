@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""diffusers: its modules that modulate a norm's output, and whole transformers, before and after.
-
-First come the modules one by one, and the cases in which a swapped module still calls its norm.
-Tiny transformers with random weights follow.
+"""diffusers: its modules that modulate a norm's output, one by one, and whole tiny transformers
+with random weights, before and after a swap.
 """
 
 import copy
@@ -96,10 +94,8 @@ def make(name, device="cpu", dtype=torch.float32):
     made = libraries.class_of(f"diffusers.models.{module}", cls)(**arguments)
     for parameter in made.parameters():
         nn.init.normal_(parameter, 0.3, 0.3)
-    inputs = {
-        key: (shape if isinstance(shape, torch.Tensor) else torch.randn(shape).to(dtype)).to(device)
-        for key, shape in shapes.items()
-    }
+    inputs = {key: (of if isinstance(of, torch.Tensor) else torch.randn(of).to(dtype)).to(device)
+              for key, of in shapes.items()}  # fmt: skip
     if "class_labels" in inputs:
         inputs["hidden_dtype"] = dtype
     # In training mode some of the labels are dropped at random.
@@ -226,11 +222,8 @@ def with_a_forward(module):
     norm.forward = lambda x: 2 * forward(norm, x)
 
 
-CHANGES = {
-    "forward": with_a_forward,
-    "activation": with_an_activation,
-    "unswapped": lambda module: unswap_layer_norm(module.norm),
-}
+CHANGES = {"forward": with_a_forward, "activation": with_an_activation,
+           "unswapped": lambda module: unswap_layer_norm(module.norm)}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", CHANGES)
@@ -322,9 +315,8 @@ def test_group_offloading(make, kind, streams):
     """Before and after a swap; the weights come to the GPU as each module runs, and leave it."""
     model, inputs = make()
     model = model.double()  # convolutions in float32 are TF32's
-    inputs = {
-        name: (x.double() if x.is_floating_point() else x).cuda() for name, x in inputs.items()
-    }
+    inputs = {name: (x.double() if x.is_floating_point() else x).cuda()
+              for name, x in inputs.items()}  # fmt: skip
     with torch.no_grad():
         expected = copy.deepcopy(model).cuda()(**inputs).sample
     options = {"onload_device": torch.device("cuda"), "offload_type": kind, "use_stream": streams}

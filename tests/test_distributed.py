@@ -23,27 +23,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from captured import operators_of
 from torch import nn
 
 if not dist.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 import fused_layernorm as fl
@@ -98,10 +87,8 @@ def made(device, *shapes):
 
 def spread(tensors, mesh, placements):
     """The tensors as DTensors of a mesh of one dimension, leaves of autograd."""
-    return [
-        distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
-        for t, p in zip(tensors, placements, strict=True)
-    ]
+    return [distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
+            for t, p in zip(tensors, placements, strict=True)]  # fmt: skip
 
 
 def loss_curve(model, data):
@@ -168,12 +155,12 @@ HALF_PARAMETERS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=
 
 def by_sequence(model, mesh):
     plan = {
-        "norm_in": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-        "norm_out": SequenceParallel(),
+        "norm_in": tp.SequenceParallel(),
+        "up": tp.ColwiseParallel(input_layouts=Shard(1)),
+        "down": tp.RowwiseParallel(output_layouts=Shard(1)),
+        "norm_out": tp.SequenceParallel(),
     }
-    parallel = parallelize_module(model, mesh, plan)
+    parallel = tp.parallelize_module(model, mesh, plan)
     assert model.norm_in.weight.placements == (Replicate(),)
     return parallel
 
@@ -186,7 +173,7 @@ CURVES: dict[str, Any] = {
     "fsdp2_mixed_precision": (
         lambda model, mesh: sharded(model, model.children(), mesh, HALF_PARAMETERS), None, 1e-2
     ),
-    "dtensor": (distribute_module, 0, 1e-5),
+    "dtensor": (dist.tensor.distribute_module, 0, 1e-5),
     "sequence_parallel": (by_sequence, 1, 1e-5),
 }  # fmt: skip
 
@@ -216,12 +203,7 @@ def fsdp2_compiled(mesh):
     found: list[str] = []
 
     def backend(graph_module, example_inputs):
-        fl.fuse(graph_module, then="eager")
-        found.extend(
-            node.target._opname
-            for node in graph_module.graph.nodes
-            if isinstance(node.target, torch._ops.OpOverload)
-        )
+        found.extend(operators_of(fl.fuse(graph_module, then="eager")))
         return graph_module.forward
 
     rules.DEVICES.add("cpu")
@@ -348,11 +330,8 @@ def what_does_not_suit_is_redistributed(mesh):
     that do not lie as the rows do."""
     world = mesh.size()
     row, cols, whole = Shard(0), 4 * world, Replicate()
-    plain, rows, sample = (
-        [(2 * world, 3, cols), cols, cols],
-        (2 * world, 3, cols),
-        (2 * world, 1, cols),
-    )
+    rows, sample = ((2 * world, tokens, cols) for tokens in (3, 1))
+    plain = [rows, cols, cols]
     past_a_gate = [rows, rows, sample, sample, sample, cols, cols]
     for function, shapes, *placements in (
         (layer_norm, [(2 * world - 1, 6), 6, 6], [row, whole, whole]),  # unequal shards
@@ -381,10 +360,8 @@ def work(rank, world, device, folder):
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world
-    )
+    backend, store = "nccl" if device == "cuda" else "gloo", f"file://{folder}/store"
+    dist.init_process_group(backend, store, rank=rank, world_size=world)
     mesh = init_device_mesh(device, (world,))
     report = {}
     for name in CASES:
@@ -456,10 +433,8 @@ def test_two_dimensional_mesh():
         module = fl.FusedAddLayerNorm(8)
         local = [t[:2, :3].contiguous() for t in (x, residual)]
         given = [DTensor.from_local(t, mesh, shards, run_check=False) for t in local]
-        given += [
-            DTensor.from_local(p.detach(), mesh, [Replicate()] * 2, run_check=False)
-            for p in module.parameters()
-        ]
+        given += [DTensor.from_local(p.detach(), mesh, [Replicate()] * 2, run_check=False)
+                  for p in module.parameters()]  # fmt: skip
         with no_collective():
             found = add_layer_norm(*given)
         assert {f.placements for f in found} == {tuple(shards)}

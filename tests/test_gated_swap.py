@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated RMSNorms of transformers, a model, and what the graph pass makes of them.
-
-What a swapped one computes is in test_swapped_classes.py, for one class of each source.
+"""The gated RMSNorms of transformers: a model, and what the graph pass makes of them. What a
+swapped one computes is in test_swapped_classes.py.
 """
 
 import copy

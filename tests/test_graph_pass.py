@@ -10,27 +10,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import captured
 import pytest
 import torch
 import torch.nn.functional as F
-from captured import (
-    B,
-    C,
-    D,
-    S,
-    assert_same,
-    detached,
-    groups,
-    images,
-    layer,
-    llama,
-    model,
-    operators_of,
-    outputs_and_gradients,
-    rms,
-    run,
-    tensors,
-)
+from captured import B, C, D, S, detached, groups, layer, llama, model, rms, run, tensors
 from compiling import afresh, everywhere  # noqa: F401
 from swaps import outcome, same
 from tiny_transformers import decoder
@@ -53,9 +37,9 @@ pytestmark = [
 def check(function, t, operators, fused="", note=""):
     """Asserts that results stay, what becomes of the norms in the order of the graph (None: left),
     what is fused with the first, and what is said of it; returns the rows and the graph."""
-    rows, graphs = assert_same(function, t)
+    rows, graphs = captured.assert_same(function, t)
     assert [row.operator for row in rows] == operators
-    assert operators_of(graphs[0]) == [name for name in operators if name]
+    assert captured.operators_of(graphs[0]) == [name for name in operators if name]
     if rows:
         assert rows[0].fused == fused.split()
         assert note in " ".join(note for row in rows for note in row.notes)
@@ -79,9 +63,7 @@ def options_of(graph_module):
 
 
 def copies_in(graph_module):
-    return graph_module.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.contiguous.default, sort=False
-    )
+    return [n for n in calls_of(graph_module) if n.target is torch.ops.aten.contiguous.default]
 
 
 # ---- Ways to write a norm ----------------------------------------------------------------------
@@ -195,7 +177,7 @@ def test_where_it_stands():
     for norm, form in ((nn.LayerNorm(D), "layer_norm"), (nn.RMSNorm(D), "rms_norm")):
         module = nn.Sequential(nn.Identity(), nn.Sequential(norm))
         _, (row,), graphs = run(module, torch.randn(B, D))
-        assert operators_of(graphs[0]) == [LN]
+        assert captured.operators_of(graphs[0]) == [LN]
         assert (row.where, row.form, row.statistic) == ("1.0", form, form[: -len("_norm")])
     assert options_of(graphs[0]).eps == torch.finfo(F32).eps
 
@@ -311,9 +293,8 @@ def test_surroundings(device, text, norm, every):
         torch._dynamo.reset()
         others = OFFSET if norm is not layer else BESIDE_FLOAT32 if dtypes[1] != dtypes[0] else {}
         operator, fused = others.get(text, SURROUNDINGS[text])
-        (row,), _ = check(
-            model(text, norm), tensors(dtypes[0], dtypes[1], device), [operator], fused
-        )
+        t = tensors(dtypes[0], dtypes[1], device)
+        (row,), _ = check(model(text, norm), t, [operator], fused)
         assert row.statistic == ("layer" if norm is layer else "rms")
 
 
@@ -344,14 +325,14 @@ GROUPS = {
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("text", GROUPS)
 def test_groups(text, dtype):
-    (row,), _ = check(model(text, groups), images(dtype), ["group_norm"], GROUPS[text])
+    (row,), _ = check(model(text, groups), captured.images(dtype), ["group_norm"], GROUPS[text])
     assert "no compiler" in row.reason
 
 
 @pytest.mark.parametrize("behind", ["F.conv2d(F.silu(y), kernel)", "F.silu(y)", "F.silu(y).sum(1)"])
 def test_groups_of_other_strides(behind):
     """PyTorch gives a contiguous result; where a convolution alone reads it, nothing is copied."""
-    t = images() | {"x": torch.randn(2, 4, C, 6).transpose(1, 2).requires_grad_()}
+    t = captured.images() | {"x": torch.randn(2, 4, C, 6).transpose(1, 2).requires_grad_()}
     text = "kernel = torch.ones(2, C, 1, 1); y = norm(x, weight, bias); " + behind
     _, graph = check(model(text, groups), t, ["group_norm"], "activation")
     assert len(copies_in(graph)) == ("conv" not in behind)
@@ -451,7 +432,7 @@ LEFT_OF_GROUPS: dict[str, tuple[list[Any], str]] = {
 @pytest.mark.parametrize("text", LEFT_OF_GROUPS)
 def test_what_is_left_of_groups(text):
     operators, note = LEFT_OF_GROUPS[text]
-    check(model(text, groups), detached(images()), operators, "", note)
+    check(model(text, groups), detached(captured.images()), operators, "", note)
 
 
 def test_wider_and_narrower_between():
@@ -493,9 +474,8 @@ def test_rounding_between_float32_and_float32():
     t = detached(tensors())
     result, rows, _ = run(function, t)
     assert rows[0].operator == LN
-    assert rows[0].notes == [
-        "the norm is rounded to bfloat16 before its weight, beside an input of float32"
-    ]
+    said = "the norm is rounded to bfloat16 before its weight, beside an input of float32"
+    assert rows[0].notes == [said]
     assert torch.equal(result / t["weight"], function(t) / t["weight"])
 
 
@@ -535,7 +515,7 @@ def refuses_backward(function, t):
 )  # fmt: skip
 def test_writes_into_what_backward_reads(device, text, norm):
     """In backward the norm as written reads its own copy of x, but the operator would read x."""
-    function, t = model(text, norm), images() if norm is groups else tensors(device=device)
+    function, t = model(text, norm), captured.images() if norm is groups else tensors(device=device)
     check(function, detached(t), [None], "", "mul_ writes into what backward reads")
     if norm is not groups or not refuses_backward(function, t):
         check(function, t, [None], "", "mul_ writes into what backward reads")
@@ -647,10 +627,10 @@ def test_results_that_autocast_casts(device, use, text):
     several products are summed in bfloat16."""
     function = _under_autocast(CAST[use], device, text)
     t = tensors(device=device)
-    expected, expected_gradients = outputs_and_gradients(function, t)
+    expected, expected_gradients = captured.outputs_and_gradients(function, t)
     _, rows, graphs = run(function, t)
     assert "cast" in rows[0].fused
-    found, gradients = outputs_and_gradients(function, t, lambda t: run(function, t)[0])
+    found, gradients = captured.outputs_and_gradients(function, t, lambda t: run(function, t)[0])
     assert {y.dtype for y in found} == {BF16}
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2, check_stride=True)
     for name, gradient in expected_gradients.items():
@@ -766,7 +746,7 @@ def test_nothing_on_the_cpu(monkeypatch):
     monkeypatch.undo()
     _, rows, graphs = run(lambda x: layer(x), torch.randn(3, D))
     assert rows == []
-    assert operators_of(graphs[0]) == []
+    assert captured.operators_of(graphs[0]) == []
 
 
 def test_an_error_of_the_pass(monkeypatch):
@@ -801,7 +781,7 @@ def test_forward_is_left_to_inductor(device, text, operator):
     """The aten_ variant computes the same."""
     function, t = model(text, llama=llama), detached(tensors(BF16, device=device))
     result, _, (graph,) = run(function, t, then="inductor")
-    assert operators_of(graph) == [operator]
+    assert captured.operators_of(graph) == [operator]
     torch.testing.assert_close(result, function(t))
 
 
@@ -831,7 +811,7 @@ def test_exported_graphs(text, dtype, operators, decomposed):
         program = program.run_decompositions(table)
     fused = program.module()
     assert fl.fuse(fused, then="eager") is fused
-    assert sorted(operators_of(fused)) == operators
+    assert sorted(captured.operators_of(fused)) == operators
     torch.testing.assert_close(fused(t), function(t))
 
 

@@ -33,9 +33,8 @@ class Config:
 
 def build(normalization="LayerNorm", zero_centered=False, **options):
     """Builds a norm as a slot does, with these three keywords."""
-    config = Config(
-        normalization=normalization, layernorm_zero_centered_gamma=zero_centered, **options
-    )
+    options |= {"normalization": normalization, "layernorm_zero_centered_gamma": zero_centered}
+    config = Config(**options)
     return FusedNorm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
 
@@ -51,9 +50,8 @@ def test_is_a_norm_of_the_package(normalization):
     assert type(norm) is cls
     assert issubclass(cls, getattr(fused_layernorm, cls.__name__))
     assert [*norm.state_dict()] == ["weight", "bias"][: 1 + (cls is FusedLayerNorm)]
-    of_megatron = FusedNorm(
-        Config(normalization=normalization), (4, 6), 1e-6, True, False, normalization
-    )
+    config = Config(normalization=normalization)
+    of_megatron = FusedNorm(config, (4, 6), 1e-6, True, False, normalization)
     assert (norm.eps, of_megatron.eps) == (1e-5, 1e-6)
     x = torch.randn(3, 4, 6)
     assert_close(of_megatron(x), STOCK[normalization](x, (4, 6), eps=1e-6))

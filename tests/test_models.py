@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of transformers, timm and torchvision, tiny and with random weights (those of diffusers
-are in test_diffusers.py).
-
-They run swapped and overridden without other changes: `swap_layer_norm` changes only the class of
-their norms, and `override_aten` nothing. Without a GPU the override is tested on the CPU's dispatch
-key.
+are in test_diffusers.py), run swapped and overridden without other changes; without a GPU the
+override is tested on the CPU's dispatch key.
 """
 
 import copy
@@ -23,9 +20,8 @@ from fused_layernorm.ops import autograd_library
 from fused_layernorm.override import _override
 
 _calls = torch.ops.fused_layernorm._override_calls
-HAS_KERNELS = (
-    torch.ops.fused_layernorm._build_info() != "cpu only" and torch.backends.cuda.is_built()
-)
+BUILT = torch.ops.fused_layernorm._build_info()
+HAS_KERNELS = BUILT != "cpu only" and torch.backends.cuda.is_built()
 
 # By id: timm's name of a model, the size of its images, options. Blocks of convnext_tiny normalize
 # the last dimension, those of convnext_atto the channels.
@@ -104,9 +100,8 @@ def test_swapped_and_overridden(model_and_inputs, caplog, device, monkeypatch):
 
 
 def test_norm_layer_of_timm(device):
-    (stock, inputs), (fused, _) = (
-        timm_model("timm_vit", norm_layer=cls) for cls in (nn.LayerNorm, FusedLayerNorm)
-    )
+    stock, inputs = timm_model("timm_vit", norm_layer=nn.LayerNorm)
+    fused, _ = timm_model("timm_vit", norm_layer=FusedLayerNorm)
     assert len(norms_of(fused)) == len(norms_of(stock)) > 0
     assert {type(norm) for norm in norms_of(fused)} == {FusedLayerNorm}
     fused.load_state_dict(stock.state_dict())

@@ -20,22 +20,11 @@ from typing import Any
 
 import libraries
 import pytest
+import swaps
 import tiny_diffusers
 import torch
 from libraries import class_of
-from swaps import (
-    Accepted,
-    D,
-    Registered,
-    assert_same,
-    beside,
-    check_swap_and_unswap,
-    fused,
-    operators_of,
-    registered_forward,
-    results,
-    small_model,
-)
+from swaps import Accepted, D, Registered, assert_same, operators_of
 from tiny_transformers import GemmaHere, WrittenHere
 from torch import nn
 from torch.nn import functional as F
@@ -57,13 +46,8 @@ class RegisteredRms(Registered):
         return F.rms_norm(x, self.gamma.shape, self.gamma) + shift
 
 
-NORMS: dict[str, Any] = {
-    "layer": nn.LayerNorm,
-    "rms": nn.RMSNorm,
-    "llama": WrittenHere,
-    "accepted": Accepted,
-    "registered": Registered,
-}
+NORMS: dict[str, Any] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "llama": WrittenHere,
+                         "accepted": Accepted, "registered": Registered}  # fmt: skip
 SEQUENCE = {"sequence": lambda size: nn.Sequential(nn.GroupNorm(2, size), nn.SiLU())}
 GROUPS: dict[str, Any] = {
     "group": lambda size: nn.GroupNorm(2, size),
@@ -94,7 +78,7 @@ def norm(request, device):
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
     monkeypatch.setattr(registry, "registered", {})
-    register_swap(Registered, lambda module: registered_forward)
+    register_swap(Registered, lambda module: swaps.registered_forward)
     register_swap(RegisteredRms, lambda _: lambda self, x: fused_layernorm.rms_norm(x, self.gamma))
 
 
@@ -202,7 +186,7 @@ def test_inputs_that_no_operator_takes(kind, dtype, rows, device):
 def test_expanded_weights(device):
     from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
-    model, x = small_model().to(device), torch.randn(4, 8, device=device)
+    model, x = swaps.small_model().to(device), torch.randn(4, 8, device=device)
     samples = []
     for each in (model, swapped(model)):
         call_for_per_sample_grads(each)(x).square().sum().backward()
@@ -479,13 +463,13 @@ class Outer:
 
 
 def test_a_class_in_a_class_keeps_its_name():
-    check_swap_and_unswap(Outer.Norm(D), "FusedRMSNorm")
+    swaps.check_swap_and_unswap(Outer.Norm(D), "FusedRMSNorm")
 
 
 def test_a_saved_model_is_that_of_the_stock_class(tmp_path):
     diffusers = libraries.get("diffusers")
     model, inputs = tiny_diffusers.unet()
-    new = beside(model.eval())
+    new = swaps.beside(model.eval())
     assert is_fused(new)  # its own forward has a norm before an activation
     diffusers.DDPMPipeline(new, diffusers.DDPMScheduler()).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "unet/config.json").read_text())["_class_name"] == "UNet2DModel"
@@ -605,7 +589,7 @@ def test_a_swap_that_raises_has_done_nothing(how):
     with pytest.raises((LookupError, TypeError)):
         swap_norms(model, predicate=wrong if how == "predicate" else None, neighbours=True)
     assert [type(one) for one in model.modules()] == types
-    assert fused(model) == []
+    assert swaps.fused(model) == []
 
 
 # ---- Threads, and what is kept.
@@ -639,7 +623,7 @@ def test_classes_are_not_kept(of_a_model):
     loaded = of_a_model()
     module, x = swap(loaded(D)), torch.randn(4, D)
     assert is_fused(module)
-    results(module, x)
+    swaps.results(module, x)
     gone = [weakref.ref(one) for one in (loaded, type(module), loaded.forward)]
     del module, sys.modules[loaded.__module__], loaded
     gc.collect()  # the class that was made

@@ -25,11 +25,9 @@ def test_raises_what_the_page_says(row, device):
         pytest.importorskip("onnxscript")
     names: dict[str, Any] = {
         **vars(fused_layernorm),
-        "torch": torch,
-        "x": torch.randn(2, 3, 8, device=device),
-        "weight": torch.ones(8, device=device),
-        "bias": torch.zeros(8, device=device),
-    }
+        "torch": torch, "x": torch.randn(2, 3, 8, device=device),
+        "weight": torch.ones(8, device=device), "bias": torch.zeros(8, device=device),
+    }  # fmt: skip
     sentence = row["sentence"].replace("\\|", "|").replace("cpu", str(names["x"].device))
     whole = not sentence.endswith(" ...")
     pattern = "^" + re.escape(sentence.removesuffix(" ...")) + ("$" if whole else "")

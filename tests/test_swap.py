@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The swaps swap the right modules, say what they leave, and change nothing else in a model; the
-table of other libraries' classes knows the installed versions.
-
-What swapped classes compute is in test_swapped_classes.py.
+table of other libraries' classes knows the installed versions. What swapped classes compute is in
+test_swapped_classes.py.
 """
 
 import ast
@@ -108,10 +107,8 @@ def test_hooks_stay(device, make):
     norm = make(8).to(device)
     model = nn.Sequential(norm, nn.Identity(), norm)
     calls: list[str] = []
-    handles = [
-        getattr(norm, f"register_{name}")(lambda *args, name=name: calls.append(name))
-        for name in HOOKS
-    ]
+    handles = [getattr(norm, f"register_{name}")(lambda *_, name=name: calls.append(name))
+               for name in HOOKS]  # fmt: skip
     fl.swap_norms(model)
     assert fl.is_fused(model[0])
     assert model[0] is model[2] is norm
@@ -445,25 +442,19 @@ class OtherRMSNorm(nn.Module):
         return x
 
 
-class Kinds(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.LayerNorm(8)
-        self.rms = nn.RMSNorm(8)
-        self.own_name = OwnRmsName(8)
-        self.own_forward = OwnRmsForward(8)
-        self.written_here = WrittenHere(8)
-        self.inherits = Inherits(8)
-        self.gemma = GemmaHere(8)
-        self.overrides = OverridesNorm(8)
-        self.other = OtherRMSNorm()
+def kinds() -> Any:
+    return nn.ModuleDict({
+        "layer": nn.LayerNorm(8), "rms": nn.RMSNorm(8), "own_name": OwnRmsName(8),
+        "own_forward": OwnRmsForward(8), "written_here": WrittenHere(8), "inherits": Inherits(8),
+        "gemma": GemmaHere(8), "overrides": OverridesNorm(8), "other": OtherRMSNorm(),
+    })  # fmt: skip
 
 
 KNOWN = ["rms", "written_here", "inherits", "gemma"]
 
 
 def test_the_kinds():
-    model = Kinds()
+    model = kinds()
     assert fused(fl.swap_rms_norm(model)) == KNOWN
     assert type(model.rms) is fl.FusedRMSNorm
     assert fused(fl.swap_layer_norm(model)) == ["layer", *KNOWN]
@@ -472,7 +463,7 @@ def test_the_kinds():
     assert type(model.layer) is fl.FusedLayerNorm
     assert fused(fl.unswap_layer_norm(model)) == KNOWN
     assert fused(fl.unswap_norms(fl.swap_norms(model))) == []
-    assert [*map(type, model.children())] == [*map(type, Kinds().children())]
+    assert [*map(type, model.children())] == [*map(type, kinds().children())]
 
 
 def test_predicate():
@@ -485,7 +476,7 @@ def test_predicate():
         asked.append(name)
         return name not in ("gemma", "refused")
 
-    model: Any = Kinds()
+    model = kinds()
     model.refused, model.accepted, model.by_hand = OwnForward(8), OwnForward(8), ByHand(8)
     fl.swap_norms(model, predicate=predicate)
     accepted = ["layer", "rms", "own_name", "own_forward", "written_here", "inherits", "accepted"]
@@ -605,10 +596,8 @@ def test_the_installed_version_is_known(package):
         for forward in [member for member in members if member.name == "forward"]:
             called = [functions[n] for n in source.called_names(forward) if n in functions]
             found = source.digest_of_trees(forward, called)
-            assert found in sources, (
-                f"{module}.{name}.forward has a source that the table does not know: see what it "
-                f"computes and enter {found} into swap/known.txt"
-            )
+            said = f"swap/known.txt lacks {found} of {module}.{name}.forward: see what it computes"
+            assert found in sources, said
             checked += 1
     assert checked > 0
 
@@ -676,10 +665,8 @@ def wrapped():
 def test_another_source_is_left_alone_and_named(forward, caplog):
     cls = class_of("torchvision.models.convnext", "LayerNorm2d")
     names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    model, x = (
-        nn.Sequential(type(cls.__name__, (cls,), names)(8), nn.LayerNorm(5)),
-        torch.randn(2, 8, 3, 5),
-    )
+    model = nn.Sequential(type(cls.__name__, (cls,), names)(8), nn.LayerNorm(5))
+    x = torch.randn(2, 8, 3, 5)
     expected = model(x)
     with caplog.at_level("INFO", logger="fused_layernorm.swap"):
         for options in ({}, {"predicate": lambda name, module: True}):

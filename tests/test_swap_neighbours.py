@@ -69,11 +69,15 @@ def _full_precision(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
+def block(device="cpu", name="scale_shift"):
+    cls, arguments, shapes, _ = BLOCKS[name]
+    return class_of(*cls.rsplit(".", 1))(**arguments).to(device), inputs_of(shapes, device)
+
+
 @pytest.fixture(params=BLOCKS)
 def case(request, device):
-    cls, arguments, shapes, fused = BLOCKS[request.param]
-    block = class_of(*cls.rsplit(".", 1))(**arguments).to(device).eval()
-    return block, inputs_of(shapes, device), fused
+    made, inputs = block(device, request.param)
+    return made.eval(), inputs, BLOCKS[request.param][-1]
 
 
 def inputs_of(shapes, device):
@@ -144,15 +148,8 @@ def test_autocast(case, device, fused):
 def test_swapped_copied_and_unswapped(case):
     block, _, count = case
     if count > 0 or is_fused(beside(block)):
-        check_swap_and_unswap(
-            block, "FusedActivation", functools.partial(swap_norms, neighbours=True)
-        )
-
-
-def block(device="cpu", name="scale_shift"):
-    cls, arguments, shapes, _ = BLOCKS[name]
-    made = class_of(*cls.rsplit(".", 1))(**arguments).to(device)
-    return made, inputs_of(shapes, device)
+        swap = functools.partial(swap_norms, neighbours=True)
+        check_swap_and_unswap(block, "FusedActivation", swap)
 
 
 def test_what_a_call_must_see(device, fused, monkeypatch):
@@ -217,28 +214,26 @@ class Private(NormAndAct):
         return self.act(self.norm(x)) * self.__factor
 
 
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="type parameters are of Python 3.12")
-def test_a_forward_with_type_parameters_is_left(tmp_path, caplog):
-    file = tmp_path / "generic.py"
+def generic(tmp_path):
     names: dict[str, Any] = {"NormAndAct": NormAndAct, "__name__": "generic"}
     text = "class Generic(NormAndAct):\n    def forward[T](self, x: T) -> T:\n"
+    file = tmp_path / "generic.py"
     file.write_text(text + "        return self.act(self.norm(x))\n")
     exec(compile(file.read_text(), str(file), "exec"), names)
-    stock, x = names["Generic"](), torch.randn(X)
-    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
-        new = beside(stock)
-    assert (is_fused(new), is_fused(new.norm)) == (False, True)
-    assert "its forward has type parameters" in caplog.text
-    assert torch.equal(new(x), stock(x))
+    return names["Generic"]()
+
+
+NEW = pytest.mark.skipif(sys.version_info < (3, 12), reason="type parameters are of Python 3.12")
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(lambda: closure(2), "Closure (its forward uses variables of a function around it"),
-     (Private, "names that are private to its class"), (Hidden, "")],
+    [(lambda _: closure(2), "Closure (its forward uses variables of a function around it"),
+     (lambda _: Private(), "names that are private to its class"), (lambda _: Hidden(), ""),
+     pytest.param(generic, "its forward has type parameters", marks=NEW)],
 )  # fmt: skip
-def test_a_forward_that_cannot_be_made_anew_is_named(make, reason, caplog):
-    stock, x = make(), torch.randn(X)
+def test_a_forward_that_cannot_be_made_anew_is_named(make, reason, caplog, tmp_path):
+    stock, x = make(tmp_path), torch.randn(X)
     with caplog.at_level("INFO", logger="fused_layernorm.swap"):
         new = beside(stock)
     assert (is_fused(new), is_fused(new.norm)) == (False, True)

@@ -14,19 +14,11 @@ import re
 from typing import Any
 
 import pytest
+import swaps
 import torch
 import torch.nn.functional as F
 from libraries import class_of
-from swaps import (
-    assert_same,
-    assert_same_gradients,
-    assert_same_roundings,
-    check_swap_and_unswap,
-    digest,
-    operators_of,
-    results,
-    swapped,
-)
+from swaps import assert_same_roundings, digest, operators_of, results, swapped
 from tiny_transformers import WrittenHere
 from torch import nn
 
@@ -294,7 +286,7 @@ def compare(kind, norm, x, *gate):
     if kind == "rms":
         assert_same_roundings(y, expected, x.dtype)
         coarsest = max((x.dtype, parameter), key=lambda dtype: torch.finfo(dtype).eps)
-        assert_same_gradients(found, gradients, coarsest)
+        swaps.assert_same_gradients(found, gradients, coarsest)
         return
     assert_close(kind, y, expected, x.dtype)
     if kind == "channels" and x.dtype == BF16:
@@ -316,18 +308,12 @@ KERNELS = {"layer": (False,), "rms": (False, True), "groups": (False, True), "ch
 
 def mixtures(of):
     """Each class with its mixtures of dtypes, at this place in KINDS."""
+    cases = [pytest.param(f"{kind}-{name}", *mixture, kernels,
+                          marks=[pytest.mark.cpu_operators] * kernels)
+             for kind, columns in KINDS.items() for mixture in columns[of]
+             for kernels in KERNELS[kind] for name in columns[0]]  # fmt: skip
     return pytest.mark.parametrize(
-        ("case", "x_dtype", "dtype", "kernels"),
-        [
-            pytest.param(f"{kind}-{name}", *mixture, kernels, marks=marks)
-            for kind, columns in KINDS.items()
-            for mixture in columns[of]
-            for kernels in KERNELS[kind]
-            for marks in [[pytest.mark.cpu_operators] * kernels]
-            for name in columns[0]
-        ],
-        indirect=["case"],
-    )
+        ("case", "x_dtype", "dtype", "kernels"), cases, indirect=["case"])  # fmt: skip
 
 
 @mixtures(2)
@@ -439,7 +425,7 @@ SHOWN = {"layer": "FusedLayerNorm", "groups": "FusedGroupNorm"}
 def test_swap_and_unswap(case):
     kind, norm, _ = case
     is_elsewhere = isinstance(norm, BarkLayerNorm)  # which no pickle finds
-    check_swap_and_unswap(norm, SHOWN.get(kind, "FusedRMSNorm"), copied=not is_elsewhere)
+    swaps.check_swap_and_unswap(norm, SHOWN.get(kind, "FusedRMSNorm"), copied=not is_elsewhere)
     if kind in ("layer", "rms"):
         own, other = ("layer_norm", "rms_norm")[:: 1 if kind == "layer" else -1]
         new = getattr(fl, f"swap_{own}")(swapped(norm, getattr(fl, f"swap_{own}")))
@@ -478,7 +464,7 @@ def test_traced_and_scripted(case, compiler, device):
         expected = compiler(norm)(*inputs)
     except Exception:
         return
-    assert_same(compiler(swapped(norm))(*inputs), expected)
+    swaps.assert_same(compiler(swapped(norm))(*inputs), expected)
 
 
 def test_every_known_source_is_tested():

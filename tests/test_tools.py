@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people do with models, done to a stock model and to a swapped one: the results are equal.
-
-A stage of .ci/run installs the libraries (pyproject.toml's group `tools`); there a missing one is a
-failure (tests/libraries.py), elsewhere it skips its tests.
+The libraries are pyproject.toml's group `tools`, which a stage of .ci/run installs.
 """
 
 import copy

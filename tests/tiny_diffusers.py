@@ -17,6 +17,10 @@ def latents(*shape):
     return {"hidden_states": torch.randn(shape), "timestep": torch.tensor([1, 7])}
 
 
+def text_of(width, **others):
+    return {"encoder_hidden_states": torch.randn(2, 6, width), **others}
+
+
 def dit():
     model = make("DiTTransformer2DModel", **IMAGE, num_embeds_ada_norm=10)
     return model, {**latents(2, 4, 8, 8), "class_labels": torch.tensor([2, 3])}
@@ -25,24 +29,17 @@ def dit():
 def flux():
     sizes = {"patch_size": 1, "attention_head_dim": 16, "num_single_layers": 2}
     text = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
-    return make("FluxTransformer2DModel", **sizes, **text), {
-        "hidden_states": torch.randn(2, 16, 4),
-        "encoder_hidden_states": torch.randn(2, 6, 32),
-        "pooled_projections": torch.randn(2, 32),
-        "timestep": torch.tensor([0.1, 0.7]),
-        "img_ids": torch.randint(4, (16, 3)),
-        "txt_ids": torch.zeros(6, 3, dtype=torch.int64),
-    }
+    ids = {"img_ids": torch.randint(4, (16, 3)), "txt_ids": torch.zeros(6, 3, dtype=torch.int64)}
+    inputs = latents(2, 16, 4) | text_of(32, pooled_projections=torch.randn(2, 32), **ids)
+    model = make("FluxTransformer2DModel", **sizes, **text)
+    return model, {**inputs, "timestep": torch.tensor([0.1, 0.7])}
 
 
 def sd3(num_layers=3, **options):
     sizes = {**IMAGE, "num_layers": num_layers, "num_attention_heads": 4, "pos_embed_max_size": 8}
     text = {"caption_projection_dim": 32, "joint_attention_dim": 32, "pooled_projection_dim": 16}
-    return make("SD3Transformer2DModel", **sizes, **text, **options), {
-        **latents(2, 4, 8, 8),
-        "encoder_hidden_states": torch.randn(2, 6, 32),
-        "pooled_projections": torch.randn(2, 16),
-    }
+    model = make("SD3Transformer2DModel", **sizes, **text, **options)
+    return model, latents(2, 4, 8, 8) | text_of(32, pooled_projections=torch.randn(2, 16))
 
 
 def sd35():
@@ -54,24 +51,21 @@ def wan():
     sizes = {"patch_size": (1, 2, 2), "attention_head_dim": 12, "ffn_dim": 32, "text_dim": 16}
     options = {"freq_dim": 16, "cross_attn_norm": True, "rope_max_seq_len": 16}
     model = make("WanTransformer3DModel", **sizes, **options)
-    return model, {**latents(2, 4, 2, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 16)}
+    return model, latents(2, 4, 2, 8, 8) | text_of(16)
 
 
 def pixart():
     sizes = {"out_channels": 8, "cross_attention_dim": 16, "caption_channels": 12}
     model = make("PixArtTransformer2DModel", **IMAGE, **sizes, use_additional_conditions=False)
-    return model, {
-        **latents(2, 4, 8, 8),
-        "encoder_hidden_states": torch.randn(2, 6, 12),
-        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-    }
+    added = {"resolution": None, "aspect_ratio": None}
+    return model, latents(2, 4, 8, 8) | text_of(12, added_cond_kwargs=added)
 
 
 def cogvideox():
     sizes = {"sample_width": 8, "sample_height": 8, "sample_frames": 5, "patch_size": 2}
     text = {"time_embed_dim": 8, "text_embed_dim": 12, "max_text_seq_length": 6}
     model = make("CogVideoXTransformer3DModel", **sizes, **text, temporal_compression_ratio=4)
-    return model, {**latents(2, 2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 12)}
+    return model, latents(2, 2, 4, 8, 8) | text_of(12)
 
 
 def unet():
