@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of benchmarks.models: transformers', timm's, torchvision's and diffusers', and blocks.
+"""The models of benchmarks.models: transformers', timm's and diffusers', and an nnU-Net.
 
 All have random weights, and are built on the default device. Decoders and diffusion transformers
 have their real sizes, but few layers. MODELS at the end is the table.
@@ -199,32 +199,6 @@ def nnunet() -> Built:
     return NnUnet(), noise(x=(2, 1, 128, 128, 128)), squared_error(2, 3, 128, 128, 128)
 
 
-class NafBlock(nn.Module):
-    """A block of NAFNet (Chen et al., 2022): two gated halves, each behind a norm over channels."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        wide, norm = 2 * width, of("transformers.models.vitdet.modeling_vitdet", "VitDetLayerNorm")
-        self.norm1, self.norm2 = norm(width), norm(width)
-        self.expand1, self.expand2 = (nn.Conv2d(width, wide, 1) for _ in range(2))
-        self.depthwise = nn.Conv2d(wide, wide, 3, padding=1, groups=wide)
-        self.attention = nn.Conv2d(width, width, 1)
-        self.reduce1, self.reduce2 = (nn.Conv2d(width, width, 1) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = self.depthwise(self.expand1(self.norm1(x))).chunk(2, dim=1)
-        gated = first * second
-        x = x + self.reduce1(gated * self.attention(gated.mean((2, 3), keepdim=True)))
-        first, second = self.expand2(self.norm2(x)).chunk(2, dim=1)
-        return x + self.reduce2(first * second)
-
-
-def nafnet() -> Built:
-    size = (8, 64, 256, 256)
-    blocks = nn.Sequential(*(NafBlock(64) for _ in range(4)))
-    return blocks, noise(input=size), squared_error(*size)
-
-
 # ---- The table.
 
 
@@ -264,7 +238,7 @@ MODELS: dict[str, Model] = {
            ("Liger's", "Qwen3", 1024, 14, 16, 8, 2048), ("Liger's", "Llama", 2048, 8, 32, 4, 4096),
            ("Liger's", "Olmo2", 2048, 6, 16, 4, 4096), ("Liger's", "Gemma2", 2304, 6, 8, 4, 4096),
            ("Liger's", "Phi3", 3072, 5, 24, 4, 4096))},
-    # Hybrids on the attention that transformers has in PyTorch's operators, with dense layers.
+    # A hybrid on the attention that transformers has in PyTorch's operators, with dense layers.
     "transformers hybrid Qwen3-Next, 2048 wide, 4 layers, 2x4096": Model(
         lambda: language_model(
             "Qwen3NextForCausalLM", 2, 4096, vocab_size=32_768, hidden_size=2048,
@@ -272,17 +246,9 @@ MODELS: dict[str, Model] = {
             intermediate_size=6144, mlp_only_layers=[0, 1, 2, 3], use_cache=False,
             attn_implementation="sdpa"),
         (2 * 4096, "tokens"), True),
-    "transformers Mamba 2, 2048 wide, 4 layers, 1x2048": Model(
-        lambda: language_model(
-            "Mamba2ForCausalLM", 1, 2048, vocab_size=32_768, hidden_size=2048, num_hidden_layers=4,
-            num_heads=64, head_dim=64, state_size=64, n_groups=8, chunk_size=64, use_cache=False),
-        (2048, "tokens"), True),
     "transformers ConvNeXt-T 64x224": Model(lambda: classifier(
         transformer("ConvNextForImageClassification", num_labels=1000)), IMAGES),
-    "NAFNet blocks, 4 layers, 8x64x256x256": Model(nafnet, (8, "images"), True),
-    "torchvision ConvNeXt-T 64x224": Model(lambda: classifier(
-        of("torchvision.models", "convnext_tiny")(stochastic_depth_prob=0.0)), IMAGES),
-    # No random drops there either: losses can be compared.
+    # No random drops: losses can be compared.
     **{f"timm {name} 64x224": Model(
            functools.partial(lambda known: classifier(
                of("timm", "create_model")(known, drop_path_rate=0.0)), known), IMAGES)
