@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Calls that no kernel takes: an operator gives what its formula does, the operator _formula_NAME
-// of the same schema, which Python registers (fused_layernorm/ops/fallback.py).
+// of the same schema, which Python registers (fused_layernorm/ops/load.py).
 #pragma once
 
 #include <string>
