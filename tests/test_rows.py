@@ -291,7 +291,7 @@ def test_reference_activations_agree_with_pytorch():
 def test_a_cuda_tensor_without_kernels_warns_once(monkeypatch):
     """In a build without nvcc the composite serves CUDA too. A stand-in with is_cuda suffices."""
     monkeypatch.setattr(formulas, "_warned", False)
-    monkeypatch.setattr(formulas, "_has_kernels", lambda: False)
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
     on_cuda = cast(torch.Tensor, SimpleNamespace(is_cuda=True))
     with pytest.warns(UserWarning, match="this build of fused_layernorm has no CUDA kernels"):
         formulas.warn_of_cuda(on_cuda)

@@ -181,7 +181,7 @@ class Heads(Family):
         return dict(zip(names, found, strict=False))
 
 
-class Node(autograd.Function):
+class HeadNorms(autograd.Function):
     """What a call gives: q's result, k's where it is there, of a packed one also v."""
 
     @staticmethod
@@ -209,7 +209,7 @@ class Node(autograd.Function):
         return None, None, *(found.get(name) if needed else None for name, needed in pairs)
 
 
-Heads.node = Node
+Heads.node = HeadNorms
 
 
 # ---- vmap: the batch is part of the first dimension. Parameters and angles of samples are served

@@ -119,7 +119,7 @@ def run(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     p = PackedArguments(*args)
     try:
         if _has_node(p):
-            return autograd.apply(heads.Node, None, FAMILY, *p)
+            return autograd.apply(heads.HeadNorms, None, FAMILY, *p)
         return *qkv_norm_rope(*p), part(p, 2)
     except Exception as error:
         raise arguments.explain(error, p, check) from None
