@@ -394,3 +394,21 @@ def register() -> None:
 
 def _is_in_library(operator: OpOverload, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator._schema.name, key)
+
+
+def decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """A decomposition table from this package's operators to plain ATen, for every device.
+
+    For a program that is to run where the package is not, such as an ONNX runtime::
+
+        program = torch.export.export(model, args)
+        program = program.run_decompositions(fused_layernorm.decompositions())
+        torch.onnx.export(program, dynamo=True).save("model.onnx")
+
+    Other operators are left as they are. To decompose to core ATen, ``update`` the table of
+    ``torch.export.default_decompositions()`` with this one.
+    """
+    return {
+        **{one: found for of in FAMILIES for one, found in of.each(of.by_formula).items()},
+        **{one: torch.no_grad()(found) for one, found in GRADIENTS.items()},
+    }
