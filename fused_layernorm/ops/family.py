@@ -38,21 +38,19 @@ class Family:
     node: Any  # the autograd function of the forward operators
 
     def __init__(
-        self, name: str, check: Callable[[Any], None], formula: Callable[..., Outputs],
-        backward: OpOverload | None = None, gated_backward: OpOverload | None = None,
-    ) -> None:  # fmt: skip
+        self, name: str, check: Callable[[Any], None], formula: Callable[..., Outputs]
+    ) -> None:
         """
         formula: what NAME_forward (else NAME) gives of a call, and what is differentiated of a call
         of the backward operator: that of which it has gradients, in their order; with once=True it
-        is not to be differentiated twice. backward: by default NAME_backward. gated_backward: of a
-        call with a gate to be summed.
+        is not to be differentiated twice.
         """
         self.name, self.check, self.formula = name, check, formula
-        self.backward = backward or getattr(load.operators, f"{name}_backward").default
-        self.gated_backward = gated_backward
-        self.plain: OpOverload = getattr(load.operators, name).default
-        forward = getattr(load.operators, f"{name}_forward", None)
-        self.forward: OpOverload | None = forward and forward.default
+        self.plain, self.forward = load.operator(name), load.operator(f"{name}_forward")
+        # The norm of a sum has the norm's, and one of its own for calls with a gate.
+        self.backward = load.operator(f"{name.removeprefix('add_')}_backward")
+        own = load.operator(f"{name}_backward")
+        self.gated_backward: Any = own if name.startswith("add_") else None
         self.Call, self.fields = formulas.call_of(self.plain), formulas.fields_of(self.plain)
         # What arguments.check_types asks about: the tensors, and whether each is optional.
         schema = zip(self.fields, self.plain._schema.arguments, strict=True)
