@@ -18,7 +18,6 @@ from . import loading as _loading  # noqa: E402
 from .ada_modules import FusedAdaLayerNorm, FusedAddAdaLayerNorm  # noqa: E402
 from .compile.backend import VERSION as __version__  # noqa: E402
 from .compile.backend import explain, fuse  # noqa: E402
-from .decompositions import decompositions  # noqa: E402
 from .functional import (  # noqa: E402
     ada_layer_norm,
     add_ada_layer_norm,
@@ -41,6 +40,7 @@ from .modules import (  # noqa: E402
     FusedRMSNorm,
     FusedRMSNorm2d,
 )
+from .ops.family import decompositions  # noqa: E402
 from .override import override_aten  # noqa: E402
 from .swap.registry import is_fused  # noqa: E402
 from .swap.swapping import (  # noqa: E402

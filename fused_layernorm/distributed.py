@@ -1,19 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """DTensor: how the operators may be sharded.
 
-Rows are independent. An input may stay sharded over any dimension that is not normalized over:
-weight and bias are replicated, nothing is communicated, and the gradients of weight and bias are
-partial sums. A shift, scale or gate that has the sharded dimension is sharded over it, too, and so
-is its gradient; one that is broadcast along that dimension is treated as weight and bias are. An
-input sharded over a normalized dimension is redistributed first.
-
-The gate of rms_norm_gated is sharded as its input is.
-
-Samples are independent in group_norm, whose input may stay sharded over them; a shift or scale of
-samples and channels is sharded with it.
-
-q and k of qk_norm_rope may be sharded over samples, heads or positions; cos and sin are sharded
-with the samples and positions, weights and biases are replicated.
+Rows are independent, and in group_norm samples. An input may stay sharded over any dimension that
+is not normalized over (q and k over samples, heads or positions): a shift, scale, gate, cos or sin
+that has the sharded dimension is sharded over it, too, and so is its gradient; weight, bias, and
+what is broadcast along that dimension, are replicated, nothing is communicated, and their gradients
+are partial sums. An input sharded over a normalized dimension is redistributed first.
 
 torch.distributed.tensor takes the better part of a second to import and may be missing from a build
 of PyTorch, so the rules are registered when other code has imported it.

@@ -39,8 +39,8 @@ def norm_rope(
     """
     arguments.check_tensor("input", input)
     a = HeadArguments(
-        input, None, weight, None, bias, None, cos, sin, _rotary_dim(input, cos, sin, rotary_dim),
-        _seq_dim(seq_dim), _eps(eps, statistic, input), statistic, weight_offset,
+        input, None, weight, None, bias, None, cos, sin,
+        *_options(input, cos, sin, rotary_dim, seq_dim, eps, statistic), statistic, weight_offset,
         bool(round_before_weight), bool(interleaved), False,
     )  # fmt: skip
     return _run(a)[0]
@@ -111,8 +111,8 @@ def qk_norm_rope(
     arguments.check_tensor("q", q)
     arguments.check_tensor("k", k)
     a = HeadArguments(
-        q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, _rotary_dim(q, cos, sin, rotary_dim),
-        _seq_dim(seq_dim), _eps(eps, statistic, q), statistic, weight_offset,
+        q, k, q_weight, k_weight, q_bias, k_bias, cos, sin,
+        *_options(q, cos, sin, rotary_dim, seq_dim, eps, statistic), statistic, weight_offset,
         bool(round_before_weight), bool(interleaved), False,
     )  # fmt: skip
     return _run(a)
@@ -165,8 +165,8 @@ def qkv_norm_rope(
     arguments.check_tensor("qkv", qkv)
     qkv, kv_heads = _all_heads(qkv, layout, num_kv_heads, head_dim)
     p = packed.PackedArguments(
-        qkv, q_weight, k_weight, q_bias, k_bias, cos, sin, _rotary_dim(qkv, cos, sin, rotary_dim),
-        _seq_dim(seq_dim), _eps(eps, statistic, qkv), statistic, weight_offset,
+        qkv, q_weight, k_weight, q_bias, k_bias, cos, sin,
+        *_options(qkv, cos, sin, rotary_dim, seq_dim, eps, statistic), statistic, weight_offset,
         bool(round_before_weight), bool(interleaved), kv_heads, layout == "h3d",
     )  # fmt: skip
     arguments.check_types(packed.FAMILY, p)
@@ -224,27 +224,23 @@ def _run(a: HeadArguments) -> Any:
         return calls.call(FAMILY, a)
 
 
-def _eps(eps: float | None, statistic: str | None, q: Tensor) -> float:
-    arguments.check_choice("statistic", statistic, arguments.OF_HEADS)
-    if statistic is None:
-        return 0.0
-    return _LAYER_EPS if eps is None and statistic == "layer" else arguments.rms_eps(eps, q)
-
-
-def _rotary_dim(q: Tensor, cos: Tensor | None, sin: Tensor | None, rotary_dim: Any) -> int:
+def _options(
+    x: Tensor, cos: Any, sin: Any, rotary_dim: Any, seq_dim: Any, eps: Any, statistic: Any
+) -> tuple[int, int, float]:
+    """rotary_dim, seq_dim and eps as the operators take them."""
+    rotates = cos is not None or sin is not None
     if rotary_dim is None:
-        return 0 if cos is None and sin is None else q.shape[-1] if q.dim() > 0 else 0
-    dim = arguments.check_int("rotary_dim", rotary_dim)
-    if cos is None and sin is None:
-        raise ValueError(f"expected cos and sin beside rotary_dim {dim}, got neither")
-    return dim
-
-
-def _seq_dim(seq_dim: Any) -> int:
+        rotary_dim = x.shape[-1] if rotates and x.dim() > 0 else 0
+    else:
+        rotary_dim = arguments.check_int("rotary_dim", rotary_dim)
+        if not rotates:
+            raise ValueError(f"expected cos and sin beside rotary_dim {rotary_dim}, got neither")
     dim = arguments.check_int("seq_dim", seq_dim)
     if not -4 <= dim < 4:
         raise IndexError(f"expected seq_dim from -4 to 3, got {dim}")
-    dim %= 4
-    if dim not in (1, 2):
+    if dim % 4 not in (1, 2):
         raise ValueError(f"expected seq_dim 1 or 2 of four dimensions, got {seq_dim}")
-    return dim
+    arguments.check_choice("statistic", statistic, arguments.OF_HEADS)
+    if statistic == "layer" and eps is None:
+        eps = _LAYER_EPS
+    return rotary_dim, dim % 4, arguments.rms_eps(eps, x) if statistic is not None else 0.0

@@ -38,21 +38,19 @@ class Family:
     node: Any  # the autograd function of the forward operators
 
     def __init__(
-        self, name: str, check: Callable[[Any], None], formula: Callable[..., Outputs],
-        backward: OpOverload | None = None, gated_backward: OpOverload | None = None,
-    ) -> None:  # fmt: skip
+        self, name: str, check: Callable[[Any], None], formula: Callable[..., Outputs]
+    ) -> None:
         """
         formula: what NAME_forward (else NAME) gives of a call, and what is differentiated of a call
         of the backward operator: that of which it has gradients, in their order; with once=True it
-        is not to be differentiated twice. backward: by default NAME_backward. gated_backward: of a
-        call with a gate to be summed.
+        is not to be differentiated twice.
         """
         self.name, self.check, self.formula = name, check, formula
-        self.backward = backward or getattr(load.operators, f"{name}_backward").default
-        self.gated_backward = gated_backward
-        self.plain: OpOverload = getattr(load.operators, name).default
-        forward = getattr(load.operators, f"{name}_forward", None)
-        self.forward: OpOverload | None = forward and forward.default
+        self.plain, self.forward = load.operator(name), load.operator(f"{name}_forward")
+        # The norm of a sum has the norm's, and one of its own for calls with a gate.
+        self.backward = load.operator(f"{name.removeprefix('add_')}_backward")
+        own = load.operator(f"{name}_backward")
+        self.gated_backward: Any = own if name.startswith("add_") else None
         self.Call, self.fields = formulas.call_of(self.plain), formulas.fields_of(self.plain)
         # What arguments.check_types asks about: the tensors, and whether each is optional.
         schema = zip(self.fields, self.plain._schema.arguments, strict=True)
@@ -394,3 +392,21 @@ def register() -> None:
 
 def _is_in_library(operator: OpOverload, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator._schema.name, key)
+
+
+def decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """A decomposition table from this package's operators to plain ATen, for every device.
+
+    For a program that is to run where the package is not, such as an ONNX runtime::
+
+        program = torch.export.export(model, args)
+        program = program.run_decompositions(fused_layernorm.decompositions())
+        torch.onnx.export(program, dynamo=True).save("model.onnx")
+
+    Other operators are left as they are. To decompose to core ATen, ``update`` the table of
+    ``torch.export.default_decompositions()`` with this one.
+    """
+    return {
+        **{one: found for of in FAMILIES for one, found in of.each(of.by_formula).items()},
+        **{one: torch.no_grad()(found) for one, found in GRADIENTS.items()},
+    }

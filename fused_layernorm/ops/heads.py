@@ -29,8 +29,7 @@ MOST_KERNEL_COLS = load.operators._limit("head_cols")
 qk_norm_rope = load.operators.qk_norm_rope.default
 qk_norm_rope_backward = load.operators.qk_norm_rope_backward.default
 
-HeadArguments = call_of(qk_norm_rope)  # one call of qk_norm_rope
-BackwardArguments: Any = call_of(qk_norm_rope_backward)
+HeadArguments = call_of(qk_norm_rope)
 
 
 def wanted(b: Any) -> list[str]:
@@ -49,7 +48,7 @@ def name_gradients(Call: Any) -> None:
     Call.wanted = property(wanted)
 
 
-name_gradients(BackwardArguments)
+name_gradients(call_of(qk_norm_rope_backward))
 
 # Functions and no properties, which Dynamo of torch 2.10 does not read.
 

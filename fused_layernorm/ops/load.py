@@ -33,11 +33,13 @@ except OSError as error:
 
 operators = getattr(torch.ops, NAMESPACE)
 
-layer_norm = operators.layer_norm.default
-layer_norm_backward = operators.layer_norm_backward.default
-ada_layer_norm_backward = operators.ada_layer_norm_backward.default
-add_ada_layer_norm_backward = operators.add_ada_layer_norm_backward.default
-gate_backward = operators.gate_backward.default
+
+def operator(name: str) -> Any:
+    """The operator of this name, or None."""
+    return getattr(getattr(operators, name, None), "default", None)
+
+
+layer_norm, gate_backward = operator("layer_norm"), operator("gate_backward")
 
 # What the other files define and register lives as long as this object.
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -45,9 +47,9 @@ library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 def define_like(name: str, prefix: str) -> OpOverload:
     """Defines an operator of another's schema, whose name is `prefix` before the other's."""
-    schema = str(getattr(operators, name).default._schema).removeprefix(f"{NAMESPACE}::")
+    schema = str(operator(name)._schema).removeprefix(f"{NAMESPACE}::")
     library.define(prefix + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    return getattr(operators, prefix + name).default
+    return operator(prefix + name)
 
 
 # ---- What serves a call on CUDA that no kernel takes: the operator _formula_NAME, of its schema.

@@ -120,13 +120,7 @@ class Rows(Family):
 
 # The operators for calls by whether they are modulated, and then by whether there is a residual.
 LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM = FORWARD = tuple(
-    Rows(
-        name,
-        arguments.check,
-        formulas.rows,
-        load.ada_layer_norm_backward if "ada" in name else load.layer_norm_backward,
-        load.add_ada_layer_norm_backward if name == "add_ada_layer_norm" else None,
-    )
+    Rows(name, arguments.check, formulas.rows)
     for name in ("layer_norm", "add_layer_norm", "ada_layer_norm", "add_ada_layer_norm")
 )
 
@@ -175,8 +169,8 @@ def _of_gate(b: Any, once: bool) -> tuple[Tensor]:
     return ((b.input.to(acc) * b.gate.to(acc)).to(b.dresidual_out.dtype),)
 
 
-_PLAIN, _MODULATED = load.layer_norm_backward, load.ada_layer_norm_backward
-_GATED, _GATE = load.add_ada_layer_norm_backward, load.gate_backward
+_PLAIN, _MODULATED = LAYER_NORM.backward, ADA_LAYER_NORM.backward
+_GATED, _GATE = ADD_ADA_LAYER_NORM.gated_backward, load.gate_backward
 _OfNorm, _OfBoth = formulas.call_of(_MODULATED), formulas.call_of(_GATED)
 
 
