@@ -38,6 +38,7 @@ class Norm(nn.Module):
     """
 
     _stock: Any
+    _fused: Any  # the call of this package's function
     _is_swapped = False
     statistic = "layer"
     activation = _NONE
@@ -56,12 +57,8 @@ class Norm(nn.Module):
         check_options(activation, scale, out_dtype, known)
         self.activation, self.scale, self.out_dtype = activation, scale, out_dtype
 
-    def _fused(self, input: Tensor) -> Tensor:
-        """The call of this package's function."""
-        raise NotImplementedError
-
     def _is_known(self, input: Any) -> bool:
-        """Whether that accepts a call of a swapped module as PyTorch's function does."""
+        """Whether `_fused` accepts a call of a swapped module as PyTorch's function does."""
         norm: Any = self
         bias = getattr(self, "bias", None)  # a swapped nn.RMSNorm has none
         return stock.norm_is_supported(input, norm.weight, bias, norm.eps)

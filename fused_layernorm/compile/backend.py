@@ -61,7 +61,10 @@ def backend(
         return graph_module.forward
     # This is how torch.compile passes mode and options to Inductor.
     inductor = torch._TorchCompileInductorWrapper(mode, inductors, None)
-    with _cache_key():
+    # The package's version and its rules are in the keys of torch.compile's caches.
+    config: Any = torch.compiler.config
+    tag = f"{config.cache_key_tag} fused_layernorm {VERSION} {rules.digest()}"
+    with config.patch(cache_key_tag=tag.strip()):
         return inductor(graph_module, example_inputs)
 
 
@@ -74,13 +77,6 @@ def _reset() -> None:
 
 
 backend.reset = _reset  # type: ignore[attr-defined]
-
-
-def _cache_key() -> Any:
-    """Puts the package's version and its rules into the keys of torch.compile's caches."""
-    config: Any = torch.compiler.config
-    tag = f"{config.cache_key_tag} fused_layernorm {VERSION} {rules.digest()}"
-    return config.patch(cache_key_tag=tag.strip())
 
 
 def fuse(

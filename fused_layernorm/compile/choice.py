@@ -52,14 +52,9 @@ def _is_one(scale: float) -> bool:
     return has_static_value(scale) and scale == 1.0
 
 
-def is_inductors_rms_norm(x: Tensor) -> bool:
-    """Whether a graph gets an RMSNorm over x's last dimension as its class writes it."""
-    return _choice_of(x, x.shape[-1], "PLAIN") == "PYTORCH"
-
-
 def of_gated(x: Tensor, group_size: Any) -> str:
     """What the rules choose for a gated norm that Dynamo traces, of so many columns at a time."""
-    return _choice_of(x, group_size, "GATED")
+    return choice_of(x, group_size, "GATED")
 
 
 def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: bool = False) -> bool:
@@ -72,7 +67,7 @@ def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: boo
     size = math.prod(x.shape[1:]) // num_groups
     statistic = "instance" if num_groups == x.shape[1] else "layer"
     wants = needs_grad(x, *others)
-    return _choice_of(x, size, "GROUPS", statistic, wants, has_neighbours=not fuses) == "PYTORCH"
+    return choice_of(x, size, "GROUPS", statistic, wants, has_neighbours=not fuses) == "PYTORCH"
 
 
 def _choice_for(a: Arguments) -> str:
@@ -82,10 +77,10 @@ def _choice_for(a: Arguments) -> str:
     may_be_cast = fusion == "PLAIN" and a.out_dtype is None and _is_one(a.output_scale)
     wants = needs_grad(a.input, a.residual, a.weight, a.bias)
     cols = math.prod(a.normalized_shape)
-    return _choice_of(a.input, cols, fusion, a.statistic, wants, may_be_cast)
+    return choice_of(a.input, cols, fusion, a.statistic, wants, may_be_cast)
 
 
-def _choice_of(
+def choice_of(
     x: Tensor,
     cols: int,
     fusion: str,

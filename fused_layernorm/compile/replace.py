@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a site may become one operator, and the replacement.
-
-`check` raises NotFused, with the reason, where the operator would not take the operands, or the
-graph writes into a tensor or changes a mode between the nodes; `apply` where the result would have
-another dtype (unless autocast casts it), shape or strides. Neither adds a guard.
-"""
+"""Whether a site may become one operator, and the replacement. Neither adds a guard."""
 
 from __future__ import annotations
 
@@ -47,7 +42,8 @@ class Replacement(NamedTuple):
 
 
 def check(site: Site, effects: Effects, functional: bool) -> Replacement:
-    """The replacement of a site; raises NotFused where there is none.
+    """The replacement of a site; raises NotFused where the operator would not take the operands, or
+    the graph writes into a tensor or changes a mode between the nodes.
 
     functional: whether the graph is made free of writes before it is differentiated, as AOTAutograd
     does.

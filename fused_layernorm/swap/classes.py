@@ -159,15 +159,9 @@ def _or_stock(swapped: Any) -> Forward:
     parameters = [*inspect.signature(wrapped).parameters.values()][1:2]
     first = next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "")
 
-    def others_are_as_read() -> bool:
-        return all(part.is_as_read() for part in parts[1:])
-
-    # Dynamo asks while it traces: it would guard all globals of a module.
-    others_are_as_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
     def is_known(self: Any) -> bool:
         is_read = read is None or cls.forward is read
-        return is_read and (not has_others or others_are_as_read()) and isinstance(self, swapped)
+        return is_read and (not has_others or is_as_read(swapped)) and isinstance(self, swapped)
 
     def is_plain(self: Any, x: Any) -> bool:
         """What follows from are_supported for the most common call, in a third of its time."""
@@ -245,7 +239,7 @@ def _has_own_call(cls: type[nn.Module]) -> bool:
     return call is not _CALL and not names.get("__name__", "").startswith("torch.fx.")
 
 
-# Dynamo asks while it traces.
+# Dynamo asks while it traces: it would guard all globals of a module.
 vars(is_as_read)["_dynamo_marked_constant"] = vars(_has_own_call)["_dynamo_marked_constant"] = True
 
 
@@ -321,21 +315,19 @@ def is_made(cls: type) -> bool:
     return "_swapped_from" in vars(cls)
 
 
+def mark_of(module: nn.Module) -> str:
+    """The attribute with which a swapped module's class names the one that the module had."""
+    return "_stock" if "_is_swapped" in module.__dict__ else "_swapped_from"
+
+
 def swapped_from(module: nn.Module) -> type[nn.Module] | None:
     """The class that the module had before a swap; None if it was not swapped."""
-    own = vars(plain_class(module))
-    return own.get("_stock" if "_is_swapped" in module.__dict__ else "_swapped_from")
+    return vars(plain_class(module)).get(mark_of(module))
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
     """The class that the module has without a swap."""
     return swapped_from(module) or plain_class(module)
-
-
-def is_derived_from_swapped(module: nn.Module) -> bool:
-    """Whether somebody has given a swapped module a class derived from its swapped one."""
-    mark = "_stock" if "_is_swapped" in module.__dict__ else "_swapped_from"
-    return any(mark in vars(base) for base in plain_class(module).__mro__[1:])
 
 
 OURS = (FusedLayerNorm, FusedRMSNorm, FusedGroupNorm, FusedAdaLayerNorm)

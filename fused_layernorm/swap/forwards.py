@@ -22,8 +22,7 @@ from ..ops.arguments import HALF
 from ..stock import are_supported, dtypes_are_supported
 from .classes import Forward, forward_of, is_fused, must_be_called
 
-# torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
-# branches on dtypes or strides.
+# torch.fx.symbolic_trace records each of these as one call (modules.py).
 for _traced in ("layer_norm", "_in_input_dtype", "_float32_without_bias", "_in_promoted_dtype"):
     torch.fx.wrap(_traced)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards that are made anew from the source of a class's own, with calls of ours in the places
 that templates describe; everything else, in any release of a library, stays as it is.
-
-modulated.py, heads.py and neighbours.py have the templates, and what the new forwards call.
 """
 
 from __future__ import annotations

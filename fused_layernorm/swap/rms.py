@@ -4,8 +4,7 @@
 A forward keeps the order of casts and the result's dtype of the one that it replaces. It gives the
 result's dtype to the operator, because autocast touches none of the operators that these classes
 round with. The result lies in memory in the order of x, as elementwise operators leave it. A
-forward returns None for what the kernels do not take, and for every call on a device that has no
-kernels.
+forward returns None as those of forwards.py, and for every call on a device without kernels.
 """
 
 from __future__ import annotations
@@ -64,7 +63,9 @@ def normalized(
     if out_dtype is None:
         return None
     compiling = calls.is_compiling()
-    if compiling and (choice.is_inductors_rms_norm(x) or (keeps_order and x.stride(-1) != 1)):
+    if compiling and choice.choice_of(x, x.shape[-1], "PLAIN") == "PYTORCH":
+        return None
+    if compiling and keeps_order and x.stride(-1) != 1:
         return None
     order = None if compiling or not keeps_order else _order_of_memory(x)
     rows = x if order is None else x.permute(order)
@@ -289,23 +290,20 @@ def _is_over_channels(x: Any, weight: Any, *, half: bool) -> bool:
     return (x.dtype, None if weight is None else weight.dtype) in (OF_X if half else FLOAT32)
 
 
-def _timm_2d(*, wide: bool) -> Forward:
+def timm_2d(self: Any, x: Tensor, wide: bool = False) -> Tensor | None:
     """In half precision RmsNorm2d rounds at every step, or autocast decides where it does."""
-
-    def forward(self: Any, x: Tensor) -> Tensor | None:
-        weight, is_fast = self.weight, not wide and self._fast_norm
-        if is_fast or not _is_over_channels(x, weight, half=wide) or x.dim() != 4:
-            return None
-        if len(self.normalized_shape) != 1:
-            return None
-        if weight is not None and weight.shape != x.shape[1:2]:
-            return None
-        return rms_norm(x, weight, self.eps, out_dtype=x.dtype, dim=1)
-
-    return forward
+    weight, is_fast = self.weight, not wide and self._fast_norm
+    if is_fast or not _is_over_channels(x, weight, half=wide) or x.dim() != 4:
+        return None
+    if len(self.normalized_shape) != 1:
+        return None
+    if weight is not None and weight.shape != x.shape[1:2]:
+        return None
+    return rms_norm(x, weight, self.eps, out_dtype=x.dtype, dim=1)
 
 
-timm_2d, timm_2d_float32 = _timm_2d(wide=False), _timm_2d(wide=True)
+def timm_2d_float32(self: Any, x: Tensor) -> Tensor | None:
+    return timm_2d(self, x, wide=True)
 
 
 def _normalize(self: Any, x: Tensor, bias: Any, activation: str | None) -> Tensor | None:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""swap_norms and its halves, which make a model's own norms run on the fused kernels.
-
-A module is swapped by giving it a subclass of its own class, whose forward is the fused one
-(classes.py). What a module is, registry.py says.
-"""
+"""swap_norms and its halves, which make a model's own norms run on the fused kernels."""
 
 from __future__ import annotations
 
@@ -237,7 +233,8 @@ def _unswap_all(model: Model, kinds: tuple[str, ...]) -> Model:
             cls = classes.swapped_from(module)
             if cls is not None and kind_of(type(module)) in (*kinds, REGISTERED):
                 classes.give_back(module, cls)
-            elif cls is None and classes.is_derived_from_swapped(module):
+            elif cls is None and hasattr(type(module), classes.mark_of(module)):
+                # Somebody has given it a class derived from its swapped one.
                 left[_name(type(module))] += 1
     _say(left, model, "left, for their class is not the one that a swap gave, were ")
     return model
