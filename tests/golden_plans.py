@@ -4,15 +4,12 @@ whole_plans.txt. Their diffs show what a change of plans does; tests/test_plan.p
 they are made anew by
 
     python tests/golden_plans.py --reason "why the plans change"
-
-which says how many ranges each strategy has in the old file and in the new one.
 """
 
 import argparse
 import functools
 import itertools
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -227,28 +224,14 @@ def lines():
     yield from group_lines()
 
 
-def counts(text):
-    """How many ranges each strategy has."""
-    found: Counter[str] = Counter()
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            found.update(part.split(" ")[1] for part in line.split(" to ", 1)[1].split(" | "))
-    return found
-
-
 def main():
     import fused_layernorm  # noqa: F401  (registers the operators)
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--reason", required=True, help="why the plans change, in a sentence")
     reason = parser.parse_args().reason
-    old = counts(FILE.read_text()) if FILE.exists() else Counter()
-    text = "".join(f"{line}\n" for line in lines())
-    new = counts(text)
-    FILE.write_text(f"# {reason}\n{text}")
+    FILE.write_text("".join(f"{line}\n" for line in [f"# {reason}", *lines()]))
     WHOLE.write_text("".join(f"{line}\n" for line in [*whole_lines()]))
-    for strategy in sorted({*old, *new}):
-        print(f"{strategy:<10} {old[strategy]:>6} -> {new[strategy]}")
 
 
 if __name__ == "__main__":

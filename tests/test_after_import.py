@@ -11,7 +11,6 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 import pytest
-from processes import run
 
 from fused_layernorm.integrations.after_import import after_import
 
@@ -87,20 +86,3 @@ def test_an_error_becomes_a_warning(package):
     after_import(package, fail, "it is not told")
     with pytest.warns(UserWarning, match=r"^it is not told: LookupError"):
         importlib.import_module(package)
-
-
-def test_the_rules_of_dtensor_come_after_a_look():
-    """They were lost to one find_spec before the import, which is not the package's own."""
-    source = """
-        import importlib.util, sys
-        import fused_layernorm
-        from fused_layernorm.integrations import after_import
-        assert "torch.distributed.tensor" not in sys.modules
-        seen = []
-        after_import._finder.waiting["torch.distributed.tensor"].append(lambda: seen.append(1))
-        assert importlib.util.find_spec("torch.distributed.tensor") is not None
-        import torch.distributed.tensor as dtensor
-        assert seen == [1]
-        assert "fused" not in type(dtensor.__loader__).__module__
-    """
-    run(source, options=("-W", "error"))

@@ -151,8 +151,8 @@ def only(i, count):
 @pytest.mark.parametrize("suffix", ["", "_forward"])
 @pytest.mark.parametrize("kind", forms.NAMES)
 def test_gradients_of_mixed_dtypes(device, kind, suffix, half_parameters):
-    """Each has the dtype and the shape of its argument, whether or not the others are frozen. Those
-    of the second order are computed from gradients rounded to half precision."""
+    """Each has the dtype and the shape of its argument. Those of the second order are computed from
+    gradients rounded to half precision."""
     names, operator = forms.NAMES[kind], forms.operator(kind, suffix)
     tensors = [
         t.to(BF16 if name == "x" or (half_parameters and name != "residual") else F32)
@@ -166,24 +166,12 @@ def test_gradients_of_mixed_dtypes(device, kind, suffix, half_parameters):
     expected = torch.autograd.grad(y, wide, dy.double(), create_graph=True)
     leaves = forms.leaves(tensors)
     first = torch.autograd.grad(operator(*leaves)[0], leaves, dy, create_graph=True)
+    torch.testing.assert_close([g.double() for g in first], [*expected], rtol=2e-2, atol=2e-2)
     for leaf, one, wanted in zip(
         leaves, squares(first, leaves), squares(expected, wide), strict=True
     ):
         assert (one.dtype, one.shape) == (leaf.dtype, leaf.shape)
         assert (one.double() - wanted).norm() <= 5e-2 * wanted.norm()
-    for mask in ((True,) * len(names), *(only(i, len(names)) for i in range(len(names)))):
-        leaves = forms.leaves(tensors, mask)
-        y = operator(*leaves)[0]
-        assert y.dtype == BF16
-        y.backward(dy)
-        for leaf, wanted, needed in zip(leaves, expected, mask, strict=True):
-            assert (leaf.grad is not None) == needed
-            if needed:
-                assert leaf.grad.dtype == leaf.dtype
-                tolerance = 2e-2 if leaf.dtype == BF16 else 1e-5
-                torch.testing.assert_close(
-                    leaf.grad.double(), wanted, rtol=tolerance, atol=tolerance
-                )
 
 
 def squares(gradients, leaves):

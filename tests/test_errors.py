@@ -65,8 +65,7 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("layer_norm rms_norm ada_layer_norm rms_norm_gated group_norm qk_norm_rope qkv_norm_rope", T,
      "eps to be a number, got str", {"eps": "1e-5"}),
     ("layer_norm group_norm", T, "scale to be a number, got str", {"scale": "2"}),
-    (PLAIN, V, "scale to be a finite number, got nan", {"scale": NAN}),
-    ("group_norm", V, "scale to be a finite number, got inf", {"scale": INF}),
+    ("layer_norm group_norm", V, "scale to be a finite number, got inf", {"scale": INF}),
     ("layer_norm ada_layer_norm rms_norm_gated group_norm", V, f"out_dtype {FLOATS}, got int32",
      {"out_dtype": torch.int32}),
     ("rms_norm rms_norm_gated qk_norm_rope qkv_norm_rope", V,
@@ -337,10 +336,8 @@ def test_what_is_no_tensor(device, name, what):
     ("call", "name"),
     [
         (lambda x, t: layer_norm(x, t, scale=t), "scale"),
-        (lambda x, t: layer_norm(x, t, t, t), "eps"),
         (lambda x, t: fl.rms_norm(x, t, t), "eps"),  # the third is no bias
         (lambda x, t: fl.rms_norm(x, t, weight_offset=t), "weight_offset"),
-        (lambda x, t: add_layer_norm(x, x, t, scale=t), "scale"),
         (lambda x, t: ada_layer_norm(x, t, t, eps=t), "eps"),
         (lambda x, t: fl.group_norm(x, 2, scale=t), "scale"),
         (lambda x, t: fl.group_norm(x, 2, t, t, t), "eps"),
@@ -403,7 +400,6 @@ def test_layouts_and_dtypes(device, name, what, kind, requires_grad):
 @pytest.mark.parametrize(
     ("shape", "ndim", "sentence"),
     [
-        ((2**31, 1), 1, "expected at most 2147483647 rows, got 2147483648"),
         ((2**16, 2**16, 4), 1, "expected at most 2147483647 rows, got 4294967296"),
         ((1, 2**31), 1, "expected at most 2147483647 columns, got 2147483648"),
         ((2, 2**16, 2**16), 2, "expected at most 2147483647 columns, got 4294967296"),

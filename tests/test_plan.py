@@ -6,7 +6,6 @@ up to which number of rows and columns, stands in golden_plans.txt.
 """
 
 import itertools
-import json
 import math
 import random
 import re
@@ -375,18 +374,6 @@ def test_golden_plans():
 
 
 # ---- The problem.
-
-
-def test_the_whole_problem_has_defaults():
-    """By default all types are x's, rows are aligned if the columns allow it, nothing is fused and
-    the device is an H100."""
-    assert plan(64, 768) == json.loads(OPS._plan(64, 768, F32))
-    whole = {"weight_dtype": F32, "y_dtype": F32, "aligned": True, "residual": False}
-    assert plan(64, 768, has_epilogue=False, needs_dparams=True, **whole) == plan(64, 768)
-    assert plan(64, 767)["moves"] == "shifted"
-    assert plan(64, 764, y_dtype=F32)["moves"] == "vectors"
-    assert plan(64, 764, y_dtype=BF16)["moves"] == "shifted"
-
 
 NO_SUCH_TYPES = ((torch.int8, "Char"), (torch.complex64, "ComplexFloat"), (torch.bool, "Bool"))
 REFUSED: list[Any] = [
