@@ -193,7 +193,7 @@ void run_groups(const Device& device, bool quiet) {
   for (const auto& [x, weight, y] : kTypesWithKernels) {
     if (!groups_have_kernels(x, y)) continue;
     for (const int64_t groups : {1, 4, 32}) {
-      for (const int64_t of_group : {1, 3, 4, 10, 40, 130}) {
+      for (const int64_t of_group : {1, 3, 4, 10, 32, 40, 130}) {
         for (const int64_t positions :
              {1, 7, 64, 72, 1024, 3136, 9216, 10403, 16384, 65536, 262144, 1048576}) {
           for (int kind = 0; kind < 16; ++kind) {
@@ -215,7 +215,6 @@ void run_groups(const Device& device, bool quiet) {
             params.positions = positions;
             params.channels = static_cast<int32_t>(problem.channels);
             params.groups = static_cast<int32_t>(groups);
-            params.layout = problem.layout;
             if (problem.backward) params.dy = params.dweight.at = params.dbias.at = kSomewhere;
             launches.clear();
             const cudaError_t error =
