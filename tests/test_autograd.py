@@ -373,7 +373,7 @@ SAVED: dict[str, list[tuple[Any, ...]]] = {
     "x weight mean rstd": [("plain", {}), ("channels", {})],
     "x weight bias mean rstd": [("plain", {"activation": "silu"}), ("channels", SILU)],
     "x bias mean rstd": [("plain", {}, "weight")],
-    "x weight rstd": [("plain", RMS)],
+    "x weight rstd": [("plain", RMS, "", "x weight bias")],  # (Python's saves an empty mean, too.)
     "total weight mean rstd": [("residual", {})],
     "total weight bias mean rstd": [("residual", SILU)],
     "total bias mean rstd": [("residual", {}, "weight")],
