@@ -8,10 +8,10 @@ import libraries
 import pytest
 import torch
 import torch.nn.functional as F
+from forms import Names
 from swaps import copies
 from tiny_transformers import decoder
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_layernorm
 from fused_layernorm import stock, swap_norms, unswap_norms
@@ -152,7 +152,6 @@ def test_what_somebody_replaces_counts(name, what, device, monkeypatch, calls):
 ATTENTION = """
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -321,16 +320,9 @@ def test_attention_of_timm(norm, device, calls):
 def test_one_gradient_of_a_projection(name, device):
     """Without a zeroed tensor for each of q, k and v."""
     model = swap_norms(make(name, device, torch.bfloat16), neighbours=True)
-    seen = []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(function._opname)
-            return function(*args, **(kwargs or {}))
-
     ids = torch.randint(3, 50, (2, 9)).to(device)
     loss = model(ids, labels=ids).loss
-    with Seen():
+    with Names() as seen:
         loss.backward()
-    assert seen.count("qkv_norm_rope_backward") == 2
-    assert "split_with_sizes_backward" not in seen
+    assert seen.names.count("fused_layernorm.qkv_norm_rope_backward.default") == 2
+    assert "split_with_sizes_backward" not in " ".join(seen.names)
