@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forms import Names
-from swaps import copies
+from swaps import copies, results
 from tiny_transformers import decoder
 from torch import nn
 
@@ -255,11 +255,6 @@ class OtherV(OfTimm):
         return (q + k * v).transpose(1, 2).flatten(2)
 
 
-def of_heads(model, x):
-    y = model(x)
-    return [y.detach(), *torch.autograd.grad(y.square().sum(), [*model.parameters()])]
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_norms_of_one_projection(device, calls, compiled):
     model: Any = nn.Sequential(OfTimm()).to(device)
@@ -267,14 +262,14 @@ def test_norms_of_one_projection(device, calls, compiled):
     for norm in (model[0].q_norm, model[0].k_norm):
         norm.weight.data += torch.randn_like(norm.weight) / 3
         norm.bias.data += torch.randn_like(norm.bias)
-    expected = of_heads(model, x)
+    expected = results(model, x)
     swap_norms(model, neighbours=True)
     torch._dynamo.reset()
     one: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    torch.testing.assert_close(of_heads(one, x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results(one, x), expected, rtol=1e-4, atol=1e-5)
     assert calls == ["one tensor"]
     for other in copies(model):
-        torch.testing.assert_close(of_heads(other, x), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(results(other, x), expected, rtol=1e-4, atol=1e-5)
     assert len(calls) > 1
     calls.clear()
     with torch.no_grad():
@@ -287,7 +282,7 @@ def test_norms_of_one_projection(device, calls, compiled):
     assert not calls
     unswap_norms(model)
     assert type(model[0]) is OfTimm
-    assert all(map(torch.equal, of_heads(model, x), expected))
+    torch.testing.assert_close(results(model, x), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -310,8 +305,8 @@ def test_attention_of_timm(norm, device, calls):
     cls, norm_layer = layers.Attention, getattr(layers, norm)
     model = nn.Sequential(cls(48, 3, qk_norm=True, norm_layer=norm_layer)).to(device)
     x = torch.randn(2, 5, 48, device=device)
-    expected = of_heads(model, x)
-    found = of_heads(swap_norms(model, neighbours=True), x)
+    expected = results(model, x)
+    found = results(swap_norms(model, neighbours=True), x)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert calls == ["one tensor"]
 
