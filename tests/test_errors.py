@@ -339,7 +339,6 @@ def test_what_is_no_tensor(device, name, what):
         (lambda x, t: fl.rms_norm(x, t, t), "eps"),  # the third is no bias
         (lambda x, t: fl.rms_norm(x, t, weight_offset=t), "weight_offset"),
         (lambda x, t: ada_layer_norm(x, t, t, eps=t), "eps"),
-        (lambda x, t: fl.group_norm(x, 2, scale=t), "scale"),
         (lambda x, t: fl.group_norm(x, 2, t, t, t), "eps"),
     ],
 )
