@@ -632,17 +632,14 @@ def test_explain_what_is_left(device):
 # ---- Diffusion transformers ----------------------------------------------------------------------
 
 
-def sd3_of_two_layers():
-    return tiny_diffusers.sd3(num_layers=2, qk_norm="rms_norm")
-
-
+SD3 = functools.partial(tiny_diffusers.sd3, num_layers=2, qk_norm="rms_norm")
 MOD, SUM, GATE = "scale, shift", "residual, ", "residual, gate, "
 # For models of two layers: the operands fused with each norm, in the order of the graph.
 DIFFUSION = {
     tiny_diffusers.dit: [MOD] + 4 * [GATE + MOD],
     # Two streams, image and text; then two blocks that join and part them; then the image's part.
     tiny_diffusers.flux: 2 * [MOD] + 6 * [GATE + MOD] + 3 * [MOD],
-    sd3_of_two_layers: 2 * [MOD] + 6 * [GATE + MOD],
+    SD3: 2 * [MOD] + 6 * [GATE + MOD],
     # Attention, cross-attention, feed-forward. The norm of the next layer's attention has the gate
     # of the feed-forward before.
     tiny_diffusers.wan: [MOD, "residual, gate", SUM + MOD, GATE + MOD, "residual, gate", SUM + MOD,
