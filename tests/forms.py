@@ -169,18 +169,6 @@ def saved_by(function):
     return kept
 
 
-class Names(TorchDispatchMode):
-    """Records the names of all operators that torch dispatches below autograd and transforms."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 class Calls(TorchDispatchMode):
     """Records the package's operators that torch dispatches below autograd and transforms."""
 
@@ -195,6 +183,14 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "fused_layernorm":
             self.seen.append((func._opname, args))
+        return func(*args, **(kwargs or {}))
+
+
+class Names(Calls):
+    """Records the names of all operators that torch dispatches there."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append((str(func), ()))
         return func(*args, **(kwargs or {}))
 
 

@@ -154,14 +154,6 @@ def tangents_of_backward(function, tensors):
     return results
 
 
-def test_third_order_of_a_plain_call_on_the_cpu_is_pytorchs(monkeypatch):
-    """docs/support.md says so. Under torch.func the third derivative is right (test_transforms)."""
-    monkeypatch.setattr("fused_layernorm.stock._cpu_operators", False)
-    tensors = forms.tensors("plain")
-    stock = third_order(lambda x, *affine: (F.layer_norm(x, (4,), *affine),), tensors)
-    torch.testing.assert_close(third_order(forms.ours("plain"), tensors), stock)
-
-
 def test_half_precision_in_forward_mode(device):
     x, scale = torch.randn(3, 64, device=device).to(BF16), torch.randn(64, device=device)
     for function, tensor in (
@@ -427,18 +419,6 @@ def test_second_derivatives_under_hooks(device, kind):
                 found.append((*first, *second))
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_inference_mode(device):
-    x, weight = torch.randn(3, 8, device=device), torch.ones(8, device=device, requires_grad=True)
-    with torch.inference_mode():
-        outputs = (fl.layer_norm(x, weight), *fl.add_layer_norm(x, x, weight))
-        inside = x * 1
-    assert all(y.is_inference() for y in outputs)
-    assert torch.equal(outputs[0].clone(), fl.layer_norm(x, weight).detach())
-    assert not fl.layer_norm(inside, normalized_shape=8).requires_grad
-    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-        fl.layer_norm(inside, weight)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

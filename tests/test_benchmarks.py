@@ -140,12 +140,11 @@ def test_verdict(op, times, verdict):
 
 
 class FakeSide(compare.Side):
-    """A build that takes `us` microseconds, those times the number of its case if it `grows`, or
-    cannot prepare anything if that is None."""
+    """A build that takes `us` microseconds, or cannot prepare anything if that is None."""
 
-    def __init__(self, label, us, bits=1, grows=False):
+    def __init__(self, label, us, bits=1):
         super().__init__(label)
-        self.us, self.given, self.prepared, self.grows = us, bits, 0, grows
+        self.us, self.given, self.prepared = us, bits, 0
 
     def prepare(self, job, inputs):
         self.prepared += 1
@@ -153,7 +152,7 @@ class FakeSide(compare.Side):
             raise RuntimeError("no such kernel")
 
     def time(self):
-        return self.us * (self.prepared if self.grows else 1)
+        return self.us
 
     def bits(self):
         return [torch.tensor(self.given)]

@@ -17,7 +17,6 @@ sys.path.insert(0, str(CI))
 import compare_kernels  # noqa: E402
 from compare_kernels import Kernel  # noqa: E402
 
-NAME = "layer_norm_forward_warp_kernel<Types<{}, float, float>, {}, (Fusion)0>"
 LOAD_ARGUMENT = 0xB82  # LDC, which reads constant memory
 ADD = 0x221
 

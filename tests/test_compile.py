@@ -3,7 +3,6 @@
 
 from typing import Any
 
-import forms
 import pytest
 import torch
 from compiling import afresh, recording  # noqa: F401
@@ -68,27 +67,6 @@ def test_forward_and_backward_are_one_operator_each(device, name):
         [] if name == "rms_norm_gated" and device == "cuda" and choice.CHOOSES else forward,
         [f"fused_layernorm.{name}_backward.default"],
     ]
-
-
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.10."),
-    reason="Dynamo of torch 2.10 cannot follow a gate beside an activation",
-)
-def test_a_gate_beside_an_activation(device):
-    tensors = [t.requires_grad_() for t in forms.tensors("residual", device, dtype=F32)]
-    gate = torch.randn(2, 1, 4, device=device, requires_grad=True)
-
-    def function(x, residual, weight, bias, gate):
-        y, total = fl.add_layer_norm(x, residual, weight, bias, gate=gate)
-        other, total = fl.add_layer_norm(y, total, weight, gate=gate, activation="gelu")
-        return other + total
-
-    leaves = (*tensors, gate)
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*leaves), function(*leaves))
-    found, expected = (torch.autograd.grad(f(*leaves).sin().sum(), leaves)
-                       for f in (compiled, function))  # fmt: skip
-    torch.testing.assert_close(found, expected)
 
 
 TRANSFORMS = {

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
-from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, FusedRMSNorm
+from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, FusedRMSNorm, FusedRMSNormGated
 from fused_layernorm.compile import backend as ways
 from fused_layernorm.compile import choice, rules
 from fused_layernorm.compile.rules import Choice, Problem, choose
@@ -325,6 +325,8 @@ SWAPPED: list[tuple[Any, torch.Tensor, str, str, str]] = [
      "aten_layer_norm", "aten_layer_norm", "layer_norm"),
     (lambda: fused_layernorm.swap_norms(nn.Sequential(WrittenHere(256))), torch.randn(3, 256),
      "", "", "layer_norm"),
+    (lambda: FusedRMSNormGated(256, 1e-5), torch.randn(3, 256),
+     "aten_rms_norm_gated", "aten_rms_norm_gated", "rms_norm_gated"),
 ]  # fmt: skip
 
 
@@ -336,7 +338,7 @@ def test_swapped_modules(device, row, how):
     """What the rules leave to Inductor without the graph pass, which decides again."""
     make, x, *operators = SWAPPED[row]
     module, x = make().to(device), x.to(device)
-    args = (x, x) if isinstance(module, FusedAddLayerNorm) else (x,)
+    args = (x, x) if isinstance(module, (FusedAddLayerNorm, FusedRMSNormGated)) else (x,)
     through = {"through": EAGER_PASS} if how == 2 else {}
     with torch.autocast(device, torch.bfloat16, enabled=how == 1):
         assert targets_of(module, *args, **through) == operators[how].split()
@@ -630,17 +632,14 @@ def test_explain_what_is_left(device):
 # ---- Diffusion transformers ----------------------------------------------------------------------
 
 
-def sd3_of_two_layers():
-    return tiny_diffusers.sd3(num_layers=2, qk_norm="rms_norm")
-
-
+SD3 = functools.partial(tiny_diffusers.sd3, num_layers=2, qk_norm="rms_norm")
 MOD, SUM, GATE = "scale, shift", "residual, ", "residual, gate, "
 # For models of two layers: the operands fused with each norm, in the order of the graph.
 DIFFUSION = {
     tiny_diffusers.dit: [MOD] + 4 * [GATE + MOD],
     # Two streams, image and text; then two blocks that join and part them; then the image's part.
     tiny_diffusers.flux: 2 * [MOD] + 6 * [GATE + MOD] + 3 * [MOD],
-    sd3_of_two_layers: 2 * [MOD] + 6 * [GATE + MOD],
+    SD3: 2 * [MOD] + 6 * [GATE + MOD],
     # Attention, cross-attention, feed-forward. The norm of the next layer's attention has the gate
     # of the feed-forward before.
     tiny_diffusers.wan: [MOD, "residual, gate", SUM + MOD, GATE + MOD, "residual, gate", SUM + MOD,

@@ -10,11 +10,10 @@ from typing import cast
 
 import pytest
 import torch
-import torch.nn.functional as F
 from numerics import Problem, make, ours
 from processes import run
 
-from fused_layernorm import FusedLayerNorm, override_aten
+from fused_layernorm import override_aten
 from fused_layernorm.__main__ import facts, report
 from fused_layernorm.ops import formulas
 
@@ -152,16 +151,3 @@ def test_cuda_tensors_under_an_old_driver(driver, dtype):
     driver(None)
     assert kernels_are_in_use()
     torch.testing.assert_close(run(), expected, atol=0, rtol=0)
-
-
-@pytest.mark.gpu
-@needs_kernels
-@pytest.mark.filterwarnings("ignore:fused_layernorm's kernels")
-def test_a_compiled_module_under_an_old_driver(driver):
-    driver(OLD)
-    module = FusedLayerNorm(320).cuda()
-    x = torch.randn(7, 320, device="cuda", requires_grad=True)
-    y = torch.compile(module)(x)
-    (dx,) = torch.autograd.grad(y.square().sum(), x)
-    assert torch.isfinite(dx).all()
-    torch.testing.assert_close(y, F.layer_norm(x, (320,), module.weight, module.bias))

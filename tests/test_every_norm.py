@@ -226,13 +226,6 @@ def test_nan_and_inf_propagate_as_in_pytorch(device, cols, dtype):
     y, stock = (run(t, backward=False)["y"] for run in (ours, numerics.stock))
     assert torch.equal(y.isnan(), stock.isnan())
     assert torch.equal(y.isinf(), stock.isinf())
-    if dtype != F16 and cols in (5, 64, 3000):
-        t = make(Problem((6, cols), dtype=dtype), device)
-        t.x[0, cols // 2], t.x[1, -1] = NAN, INF
-        t.dy[2, 0], t.dy[3, 1] = NAN, -INF
-        found, stock = ours(t), numerics.stock(t)
-        for name in ("dx", "dweight", "dbias"):
-            assert torch.equal(found[name].isfinite(), stock[name].isfinite()), name
 
 
 # ---- round_before_weight.

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from captured import operators_of
 from processes import run
 from swaps import OPTIONS, EveryNorm
+from tiny_transformers import WrittenHere
 from torch import nn
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -160,6 +161,7 @@ OF_ANY_BATCH: dict[str, Any] = {
     "ada_group_norm": lambda x: fl.ada_group_norm(x, 2, x[..., 0], x[..., 1]),
     "swapped LayerNorm": fl.swap_norms(nn.Sequential(nn.LayerNorm(6))),
     "swapped RMSNorm": fl.swap_norms(nn.Sequential(nn.RMSNorm(6))),
+    "swapped Llama's": fl.swap_norms(nn.Sequential(WrittenHere(6))),
     "channels": fl.FusedLayerNorm2d(8),
     "modulated": lambda x: fl.ada_layer_norm(x.mT, x[:, :, :1].mT, x[:, :, :1].mT),
     "residual": lambda x: torch.stack(fl.add_ada_layer_norm(x, x.cos(), x[..., :1], x, x.sin())),
@@ -237,6 +239,7 @@ SCRIPTED: list[tuple[Any, str, dict[str, Any]]] = [
     (fl.add_rms_norm, "fx fx fw", {"weight_offset": 1.0, "activation": "silu"}),
     (fl.layer_norm, "fx fw",
      {"activation": "gelu_tanh", "scale": 0.5, "out_dtype": torch.float16}),
+    (fl.layer_norm, "fx", {"dim": 1}), (fl.rms_norm, "fx", {"dim": -3}),
     (fl.ada_layer_norm, "fx fw fx", {}),
     (fl.add_ada_layer_norm, "hx fx fw fx fw", {"statistic": "rms"}),
     (fl.group_norm, "hx", {"num_groups": 3, "activation": "silu"}),

@@ -105,23 +105,3 @@ def test_the_graph_pass_leaves_the_gate(name):
         y, rows, graphs = run(norm, x, gate)
         assert operators_of(graphs[0]) == ["layer_norm"] == [row.operator for row in rows]
         assert_same_roundings(y, norm(x, gate))
-
-
-@pytest.mark.cpu_operators
-@pytest.mark.usefixtures("everywhere")
-def test_swapped_norms_under_plain_compile():
-    """As in a graph of the backend: Inductor's forward, and our backward."""
-    for cols in (64, 2048):
-        new = swapped(make("Qwen3NextRMSNormGated", size=cols))
-        x, gate = (t.requires_grad_() for t in of_projection("cpu", F32, 4, cols))
-        found: list[str] = []
-
-        def backend(graph_module, _, found=found):
-            found += operators_of(graph_module)
-            return graph_module.forward
-
-        torch._dynamo.reset()
-        y = torch.compile(new, fullgraph=True, backend=backend)(x, gate)
-        assert found == ["aten_rms_norm_gated"]
-        torch.testing.assert_close(y, new(x, gate), rtol=1e-5, atol=1e-6)
-        assert torch.autograd.grad(y.sum(), (x, gate))

@@ -38,15 +38,6 @@ def test_is_an_nn_layer_norm(args, kwargs):
     torch.testing.assert_close(ours(x), stock(x))
 
 
-def test_meta_device():
-    norm = fl.FusedLayerNorm(8, device="meta")
-    assert norm(torch.empty(3, 8, device="meta")).shape == (3, 8)
-    norm = norm.to_empty(device="cpu")
-    norm.reset_parameters()
-    assert torch.equal(norm.weight, torch.ones(8))
-    assert torch.equal(norm.bias, torch.zeros(8))
-
-
 untyped: Any = fl  # mypy cannot count tensors that are passed with a star
 X, MODULATION, IMAGE = (2, 3, 8), (2, 1, 8), (2, 6, 4, 5)
 GATE: dict[str, Any] = {"gate_first": True, "gate_activation": "sigmoid", "group_size": 4}
@@ -198,7 +189,7 @@ EVERY = PLAIN | FUSED | SEEN | MODULATED
 def test_which_calls_on_the_cpu_are_pytorchs(monkeypatch, name, dtype):
     """Where a sum of half precision would round its gradient twice, it is the operator's."""
     given = [torch.randn(s, dtype=dtype, requires_grad=True) for s in ((2, 3, 8), (8,), (8,))]
-    x, call = given[0], EVERY[name]
+    call = EVERY[name]
     results = []
 
     def operators(*tensors):
@@ -211,9 +202,6 @@ def test_which_calls_on_the_cpu_are_pytorchs(monkeypatch, name, dtype):
     if name in FUSED | SEEN and dtype == torch.float32:
         with torch.autocast("cpu"):
             assert operators(*given)
-    for wrong in ((4,), (5, 2, 3, 8)):
-        with pytest.raises(RuntimeError, match="broadcast"):
-            fl.ada_layer_norm(x, torch.zeros(wrong, dtype=dtype))
     monkeypatch.setattr(stock, "_cpu_operators", True)
     assert operators(*given)
     tolerance: Any = {"rtol": 0.03, "atol": 0.03} if dtype != torch.float32 else {}

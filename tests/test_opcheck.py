@@ -6,7 +6,6 @@ The calls are those that problems of every family make.
 """
 
 import contextlib
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -103,16 +102,12 @@ def variants(operator, args):
         yield [None if name == "dresidual" else v for name, v in zip(names, args, strict=False)]
     flags = [i for i in range(len(args)) if names[i][:6] == "needs_" and args[i]]
     takes_none = "layer_norm" in operator._opname or operator._opname == "gate_backward"
-    for mask in {tuple(i == j for j in flags) for i in flags} | {*all_pairs(len(flags))}:
+    pairs = covering(*[(True, False)] * len(flags))
+    for mask in {tuple(i == j for j in flags) for i in flags} | {*pairs}:
         if not (any(mask) or takes_none):
             continue
         chosen = dict(zip(flags, mask, strict=True))
         yield [chosen.get(i, value) for i, value in enumerate(args)]
-
-
-@functools.cache
-def all_pairs(count):
-    return covering(*[(True, False)] * count) if count else []
 
 
 @pytest.mark.parametrize(

@@ -139,10 +139,6 @@ def test_covers(device, override, calls, name):
     assert calls() == 0
 
 
-def promoted(x):
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def rms(ndim, eps=None):
     return lambda x, weight, bias, eps=eps: F.rms_norm(x, x.shape[-ndim:], weight, eps)
 
@@ -157,7 +153,8 @@ FORMS: dict[str, Any] = {
     "layer norm of no columns": (layer_norm, (3, 0), (0,)),
     # F.rms_norm takes a float32 weight beside half-precision input; its result has input's dtype.
     "RMS norm of another weight": (lambda x, weight, bias, eps=None: F.rms_norm(
-        x, (32,), weight if weight is None else weight.to(promoted(x)), eps), X, X[-1:]),
+        x, (32,), weight if weight is None else
+        weight.to(torch.promote_types(x.dtype, torch.float32)), eps), X, X[-1:]),
     "RMS norm with eps": (rms(1, 1e-2), X, X[-1:]),
     # Beside them the default epsilons of float32 and of the half-precision types differ much.
     "RMS norm of tiny squares": (rms(1), X, X[-1:], lambda x: 1e-4 * x),

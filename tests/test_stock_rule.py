@@ -183,17 +183,6 @@ def test_inputs_that_no_operator_takes(kind, dtype, rows, device):
         assert of(swapped(norm)) == of(norm)
 
 
-def test_expanded_weights(device):
-    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
-
-    model, x = swaps.small_model().to(device), torch.randn(4, 8, device=device)
-    samples = []
-    for each in (model, swapped(model)):
-        call_for_per_sample_grads(each)(x).square().sum().backward()
-        samples.append([p.grad_sample for p in each.parameters()])
-    assert_same(*samples)
-
-
 class Scaled(torch.Tensor):
     """A subclass whose values only PyTorch's operators can read: it holds half of them."""
 

@@ -8,10 +8,10 @@ import libraries
 import pytest
 import torch
 import torch.nn.functional as F
-from swaps import copies
+from forms import Names
+from swaps import copies, results
 from tiny_transformers import decoder
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_layernorm
 from fused_layernorm import stock, swap_norms, unswap_norms
@@ -152,7 +152,6 @@ def test_what_somebody_replaces_counts(name, what, device, monkeypatch, calls):
 ATTENTION = """
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -256,11 +255,6 @@ class OtherV(OfTimm):
         return (q + k * v).transpose(1, 2).flatten(2)
 
 
-def of_heads(model, x):
-    y = model(x)
-    return [y.detach(), *torch.autograd.grad(y.square().sum(), [*model.parameters()])]
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_norms_of_one_projection(device, calls, compiled):
     model: Any = nn.Sequential(OfTimm()).to(device)
@@ -268,14 +262,14 @@ def test_norms_of_one_projection(device, calls, compiled):
     for norm in (model[0].q_norm, model[0].k_norm):
         norm.weight.data += torch.randn_like(norm.weight) / 3
         norm.bias.data += torch.randn_like(norm.bias)
-    expected = of_heads(model, x)
+    expected = results(model, x)
     swap_norms(model, neighbours=True)
     torch._dynamo.reset()
     one: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    torch.testing.assert_close(of_heads(one, x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results(one, x), expected, rtol=1e-4, atol=1e-5)
     assert calls == ["one tensor"]
     for other in copies(model):
-        torch.testing.assert_close(of_heads(other, x), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(results(other, x), expected, rtol=1e-4, atol=1e-5)
     assert len(calls) > 1
     calls.clear()
     with torch.no_grad():
@@ -288,7 +282,7 @@ def test_norms_of_one_projection(device, calls, compiled):
     assert not calls
     unswap_norms(model)
     assert type(model[0]) is OfTimm
-    assert all(map(torch.equal, of_heads(model, x), expected))
+    torch.testing.assert_close(results(model, x), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -311,8 +305,8 @@ def test_attention_of_timm(norm, device, calls):
     cls, norm_layer = layers.Attention, getattr(layers, norm)
     model = nn.Sequential(cls(48, 3, qk_norm=True, norm_layer=norm_layer)).to(device)
     x = torch.randn(2, 5, 48, device=device)
-    expected = of_heads(model, x)
-    found = of_heads(swap_norms(model, neighbours=True), x)
+    expected = results(model, x)
+    found = results(swap_norms(model, neighbours=True), x)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert calls == ["one tensor"]
 
@@ -321,16 +315,9 @@ def test_attention_of_timm(norm, device, calls):
 def test_one_gradient_of_a_projection(name, device):
     """Without a zeroed tensor for each of q, k and v."""
     model = swap_norms(make(name, device, torch.bfloat16), neighbours=True)
-    seen = []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(function._opname)
-            return function(*args, **(kwargs or {}))
-
     ids = torch.randint(3, 50, (2, 9)).to(device)
     loss = model(ids, labels=ids).loss
-    with Seen():
+    with Names() as seen:
         loss.backward()
-    assert seen.count("qkv_norm_rope_backward") == 2
-    assert "split_with_sizes_backward" not in seen
+    assert seen.names.count("fused_layernorm.qkv_norm_rope_backward.default") == 2
+    assert "split_with_sizes_backward" not in " ".join(seen.names)

@@ -436,7 +436,8 @@ def test_swap_and_unswap(case):
 # One class each whose computation depends on dtypes, strides or a switch, because a compilation
 # takes a second.
 COMPILED = ("layer-timm_2d", "layer-timm_exp_2d", "layer-deberta", "layer-cohere", "rms-llama",
-            "rms-gemma", "rms-t5", "rms-diffusers", "rms-timm", "rms-torch")  # fmt: skip
+            "rms-gemma", "rms-t5", "rms-diffusers", "rms-timm", "rms-torch",
+            "rms-qwen3_next_gated")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", COMPILED, indirect=True)
@@ -444,15 +445,15 @@ COMPILED = ("layer-timm_2d", "layer-timm_exp_2d", "layer-deberta", "layer-cohere
 def test_compiled(case, device):
     kind, norm, shape = case
     dtype = BF16 if kind == "rms" else F32
-    x = torch.randn(shape, device=device).to(dtype)
+    inputs = arguments_of(norm, torch.randn(shape, device=device).to(dtype))
     torch._dynamo.reset()
     new = swapped(norm.to(dtype))
     compiled = torch.compile(new, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         if kind == "rms":
-            assert_same_roundings(compiled(x), new(x))
+            assert_same_roundings(compiled(*inputs), new(*inputs))
         else:
-            assert_close(kind, compiled(x), norm(x), dtype)
+            assert_close(kind, compiled(*inputs), norm(*inputs), dtype)
 
 
 @pytest.mark.parametrize("compiler", [torch.fx.symbolic_trace, torch.jit.script])
