@@ -14,7 +14,6 @@ if _torch_release < (2, 10):
     raise ImportError(f"fused_layernorm needs torch >= 2.10; this is {_torch.__version__}")
 
 from . import distributed, ops  # noqa: E402, F401  (DTensor's rules, operators)
-from . import loading as _loading  # noqa: E402
 from .ada_modules import FusedAdaLayerNorm, FusedAddAdaLayerNorm  # noqa: E402
 from .compile.backend import VERSION as __version__  # noqa: E402
 from .compile.backend import explain, fuse  # noqa: E402
@@ -40,6 +39,7 @@ from .modules import (  # noqa: E402
     FusedRMSNorm,
     FusedRMSNorm2d,
 )
+from .modules import checked as _checked  # noqa: E402
 from .ops.family import decompositions  # noqa: E402
 from .override import override_aten  # noqa: E402
 from .swap.registry import is_fused  # noqa: E402
@@ -63,4 +63,5 @@ __all__ = [
     "unswap_layer_norm", "unswap_norms", "unswap_rms_norm",
 ]  # fmt: skip
 
-_loading.register(*(globals()[name] for name in __all__ if name.startswith("Fused")))
+_classes = (globals()[name] for name in __all__ if name.startswith("Fused"))
+_torch.serialization.add_safe_globals([*map(_checked, _classes)])

@@ -351,8 +351,8 @@ def norm_gated(a: GatedArguments) -> Tensor:
     if is_compiling():
         arguments.check_types(RMS_NORM_GATED, a)
         arguments.check_choice("gate_activation", a.gate_activation, arguments.GATES)
-        input = a.input
-        if input.dim() and choice.of_gated(input, a.group_size or input.shape[-1]) != "KERNEL":
+        x = a.input
+        if x.dim() and choice.choice_of(x, a.group_size or x.shape[-1], "GATED") != "KERNEL":
             return VARIANTS[RMS_NORM_GATED.plain](*a)
     found: Tensor = call(RMS_NORM_GATED, a)
     return found

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from . import stock
 from .calls import is_compiling, plain
 from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from .ops.arguments import ACTIVATIONS, check_options, check_statistic, name_of
+from .ops.arguments import ACTIVATIONS, check_options, check_statistic, shown
 from .stock import LayerNorm, RMSNorm
 
 _function_modes = torch._C._len_torch_function_stack
@@ -74,14 +75,13 @@ class Norm(nn.Module):
 
     def extra_repr(self) -> str:
         norm: Any = super()
-        shown = norm.extra_repr()
+        text = norm.extra_repr()
         if isinstance(self, RMSNorm) and getattr(self, "bias", None) is not None:
-            shown += ", bias=True"
+            text += ", bias=True"
         for name in _OPTIONS:
             if (value := getattr(self, name)) != getattr(Norm, name):
-                is_dtype = isinstance(value, torch.dtype)
-                shown += f", {name}={name_of(value) if is_dtype else repr(value)}"
-        return shown
+                text += f", {name}={shown(value)}"
+        return text
 
     def __prepare_scriptable__(self) -> Norm:
         """torch.jit.script asks for what it compiles: the forward of PyTorch's class."""
@@ -357,3 +357,25 @@ class FusedRMSNorm2d(_Norm2d, FusedRMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         _check_channels(self.normalized_shape[0], self.weight, x)
         return rms_norm(x, self.weight, self.eps, dim=1)
+
+
+def checked(cls: Any) -> tuple[type[nn.Module], str]:
+    """What torch.load(weights_only=True) is to find under the name of a class of the package.
+
+    It sets on a module whatever attributes the file has. This subclass, which no module keeps,
+    looks at them first, and takes data but nothing that runs.
+    """
+
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            runs = callable(value) or callable(getattr(cls, name, None))
+            if runs or ("_hooks" in name and value):
+                raise pickle.UnpicklingError(
+                    f"expected the data of a {cls.__name__}, got a {name} that calls of it would "
+                    "run: torch.load(weights_only=False) loads it, if you trust the file"
+                )
+        self.__class__ = cls
+        self.__setstate__(state)
+
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    return type(cls.__name__, (cls,), {"__setstate__": __setstate__}), name

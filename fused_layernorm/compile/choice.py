@@ -52,11 +52,6 @@ def _is_one(scale: float) -> bool:
     return has_static_value(scale) and scale == 1.0
 
 
-def of_gated(x: Tensor, group_size: Any) -> str:
-    """What the rules choose for a gated norm that Dynamo traces, of so many columns at a time."""
-    return choice_of(x, group_size, "GATED")
-
-
 def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: bool = False) -> bool:
     """Whether Dynamo traces a swapped group norm of x as its class writes it.
 

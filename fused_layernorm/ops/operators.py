@@ -15,16 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import arguments, autograd, formulas, load
-from .family import (
-    AUTOGRAD,
-    GRADIENTS,
-    Family,
-    gradients,
-    implement,
-    implement_backward,
-    implement_forward,
-)
+from . import arguments, autograd, family, formulas, load
+from .family import AUTOGRAD, GRADIENTS, Family, gradients, implement_backward
 
 TENSORS = ("input", "residual", "gate", "shift", "scale", "weight", "bias")
 
@@ -200,11 +192,11 @@ def _autograd(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
 
 
 for _family in FORWARD:
-    implement_forward(_family)
+    family.implement_forward(_family)
 for _operator in (_PLAIN, _MODULATED):
     implement_backward(_operator, gradients(_operator, formulas.rows), ADD_ADA_LAYER_NORM)
 implement_backward(_GATE, gradients(_GATE, _of_gate), ADD_ADA_LAYER_NORM)
 implement_backward(_GATED, _in_turn(GRADIENTS[_MODULATED], GRADIENTS[_GATE]), ADD_ADA_LAYER_NORM)
 AUTOGRAD[_GATED] = _autograd
-implement(GROUP_NORM)
-implement(RMS_NORM_GATED)
+family.implement(GROUP_NORM)
+family.implement(RMS_NORM_GATED)

@@ -250,7 +250,7 @@ def gated(variant: Variant, dtypes: Dtypes, groups: Callable[..., Groups | None]
             if order is None:
                 return None
             x, gate = x.permute(order), gate.permute(order)
-        if compiling and choice.of_gated(x, of.size or x.shape[-1]) == "PYTORCH":
+        if compiling and choice.choice_of(x, of.size or x.shape[-1], "GATED") == "PYTORCH":
             return None
         options: Any = (of.gate_first, of.activation, of.size or None, out_dtype)
         a = GatedArguments(x, gate, weight, None, eps, *options, *variant)
