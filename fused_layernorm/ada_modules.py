@@ -26,8 +26,7 @@ class FusedAdaLayerNorm(Norm, nn.LayerNorm):
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as nn.LayerNorm's.
-        statistic: ``"layer"``, or ``"rms"`` for ``rms_norm`` in the place of ``layer_norm``.
-        out_dtype: the result's dtype; by default input's, under autocast on CUDA float32.
+        statistic, out_dtype: as :func:`fused_layernorm.ada_layer_norm`'s.
     """
 
     def __init__(

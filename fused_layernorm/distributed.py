@@ -103,8 +103,5 @@ def register_sharding_rules() -> None:
 
 
 # register_sharding is experimental and may move.
-after_import(
-    "torch.distributed.tensor",
-    register_sharding_rules,
-    f"fused_layernorm has no DTensor rules under torch {torch.__version__}",
-)
+_FAILURE = f"fused_layernorm has no DTensor rules under torch {torch.__version__}"
+after_import("torch.distributed.tensor", register_sharding_rules, _FAILURE)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions of norms: each describes its call, and calls.py finds what serves it.
-
-A call with nothing fused to it is tried first by the shortest way, which Dynamo does not trace.
-"""
+"""The public functions of norms: each describes its call, and calls.py finds what serves it."""
 
 from __future__ import annotations
 
@@ -16,9 +13,8 @@ from .calls import as_autocast_makes, call, is_compiling, norm, plain, run
 from .compile import choice
 from .ops import arguments
 from .ops.arguments import rms_eps
-from .ops.aten_forward import VARIANTS
 from .ops.formulas import acc_dtype, affine, epilogue, shifted, to
-from .ops.operators import RMS_NORM_GATED, Arguments, GatedArguments, describe
+from .ops.operators import RMS_NORM_GATED, VARIANTS, Arguments, GatedArguments, describe
 
 
 def layer_norm(
@@ -179,8 +175,7 @@ def rms_norm_gated(
             weight to the dtype to which PyTorch promotes those of input and weight, as the classes
             of Qwen3-Next and Mamba 2 do. Gradients take the rounding for the identity. It has no
             effect without a weight.
-        out_dtype: the result's dtype, any of the four. By default input's; under autocast that of
-            :func:`rms_norm`.
+        out_dtype: as in :func:`rms_norm`.
 
     Returns:
         A contiguous tensor of input's shape.
@@ -286,8 +281,7 @@ def ada_layer_norm(
             and of any strides: a chunk of a larger tensor is read where it lies. Of input's dtype,
             or float32 beside a half-precision input.
         statistic: ``"layer"``, or ``"rms"`` for :func:`rms_norm` in the place of ``layer_norm``.
-        normalized_shape: the sizes of the dimensions to normalize over. By default weight's shape,
-            else bias's, else the last dimension.
+        normalized_shape: as in :func:`layer_norm`; of neither parameter, by default the last one.
         out_dtype: the result's dtype. By default input's, also beside a float32 modulation; under
             autocast on CUDA float32, as in :func:`layer_norm`.
 
@@ -317,10 +311,9 @@ def add_ada_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Gated residual addition and modulated layer normalization: ``(output, residual_out)``.
 
-    ``residual_out = residual + gate * input``, computed in float32 (float64 if a tensor is
-    float64) and rounded to residual's dtype;
-    ``output = ada_layer_norm(residual_out, shift, scale, ...)`` in input's dtype (unless
-    ``out_dtype`` says otherwise), in the same kernel.
+    ``residual_out = residual + gate * input`` and
+    ``output = ada_layer_norm(residual_out, shift, scale, ...)``, computed and rounded as in
+    :func:`add_layer_norm`, in the same kernel.
 
     Args:
         input, residual: of one shape and device; their dtypes may differ.

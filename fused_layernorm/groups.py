@@ -145,7 +145,7 @@ class FusedGroupNorm(Norm, nn.GroupNorm):
 
     Args:
         num_groups, num_channels, eps, affine, device, dtype, bias: as nn.GroupNorm's.
-        activation, scale, out_dtype: as :class:`FusedLayerNorm`'s, and ``"leaky_relu"``.
+        activation, scale, out_dtype: as :func:`fused_layernorm.group_norm`'s.
     """
 
     _stock = GroupNorm

@@ -15,7 +15,6 @@ from .ops.heads import FAMILY, HeadArguments, has_kernel, has_rows
 
 _is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 _below_autograd = torch._C._AutoDispatchBelowAutograd
-_LAYER_EPS = 1e-5
 
 
 def norm_rope(
@@ -242,5 +241,5 @@ def _options(
         raise ValueError(f"expected seq_dim 1 or 2 of four dimensions, got {seq_dim}")
     arguments.check_choice("statistic", statistic, arguments.OF_HEADS)
     if statistic == "layer" and eps is None:
-        eps = _LAYER_EPS
+        eps = 1e-5
     return rotary_dim, dim % 4, arguments.rms_eps(eps, x) if statistic is not None else 0.0

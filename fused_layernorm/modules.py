@@ -103,13 +103,10 @@ def is_bare(module: Any) -> bool:
 def forward_of(
     cls: Any, function: str, over: str, read: Any = None, argument: str = "input"
 ) -> Callable[..., Tensor]:
-    """The forward of the module that stands for a class of PyTorch.
+    """The forward of the module that stands for a class of PyTorch, which calls this function.
 
-    Args:
-        function: the name of the function that the class calls.
-        over: the attribute with what is normalized over.
-        read: gives the input of a swapped module in the order of memory of the class's result.
-        argument: the name of the forward's argument.
+    over: the attribute with what is normalized over. read: gives the input of a swapped module in
+    the order of memory of the class's result. argument: the name of the forward's argument.
     """
     is_rms, is_group = cls is RMSNorm, over == "num_groups"
     functions, own = vars(F), getattr(stock, function)
@@ -127,10 +124,8 @@ def forward_of(
             and stock.has_foreign_mode(modes)
         ):
             found = self._parameters
-            is_own = (
-                cls.forward is own_forward and "weight" in found and (is_rms or "bias" in found)
-            )
-            if not is_own:
+            is_whole = "weight" in found and (is_rms or "bias" in found)
+            if not (is_whole and cls.forward is own_forward):
                 return cls.forward(self, input)
             sizes, weight = getattr(self, over), found["weight"]
             if is_rms:
@@ -184,9 +179,7 @@ class FusedLayerNorm(Norm, nn.LayerNorm):
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as nn.LayerNorm's.
-        activation: None, ``"gelu"``, ``"gelu_tanh"``, ``"silu"`` or ``"relu"``.
-        scale: a finite number that multiplies the result.
-        out_dtype: the result's dtype; by default what PyTorch's class gives.
+        activation, scale, out_dtype: as :func:`fused_layernorm.layer_norm`'s.
     """
 
     _stock = LayerNorm
@@ -243,9 +236,7 @@ class FusedRMSNorm(Norm, nn.RMSNorm):
         bias: whether there is a bias beside weight, which nn.RMSNorm has not.
         weight_offset: a finite number that is added to weight. Weight is initialized so that the
             sum is one: to zero for Gemma's offset of 1.
-        round_before_weight: whether the normalized value is rounded to input's dtype before it is
-            multiplied by weight, as Llama's norm does.
-        activation, scale, out_dtype: as :class:`FusedLayerNorm`'s.
+        round_before_weight, activation, scale, out_dtype: as :func:`fused_layernorm.rms_norm`'s.
     """
 
     _stock = RMSNorm

@@ -28,8 +28,7 @@ from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, FusedRMSNorm, Fus
 from fused_layernorm.compile import backend as ways
 from fused_layernorm.compile import choice, rules
 from fused_layernorm.compile.rules import Choice, Problem, choose
-from fused_layernorm.ops.aten_forward import VARIANTS
-from fused_layernorm.ops.operators import ADD_ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
+from fused_layernorm.ops.operators import ADD_ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM, VARIANTS
 
 ROOT = Path(__file__).parents[1]
 OFFSET: dict[str, Any] = {"weight_offset": 1.0, "round_before_weight": True}

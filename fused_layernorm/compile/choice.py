@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..ops import arguments, formulas
-from ..ops.aten_forward import VARIANTS
 from ..ops.autograd import needs_grad
-from ..ops.operators import FORWARD, Arguments
+from ..ops.operators import FORWARD, VARIANTS, Arguments
 from . import rules
 
 # Dynamo of torch 2.10 cannot follow the choice: there, every call keeps its kernel.

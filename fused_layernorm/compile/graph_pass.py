@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..ops import aten_forward
-from ..ops.operators import GROUP_NORM, operator_of
+from ..ops.operators import GROUP_NORM, KERNELS, VARIANTS, operator_of
 from . import replace, rules, sites
 from .effects import Effects
 from .reading import name_of_target, origin, read, value_of
@@ -78,7 +77,7 @@ def _run_graph(graph: Graph, settings: Settings) -> list[Row]:
         try:
             if settings.deterministic or not settings.with_inductor:
                 # aten_ variants leave the forward pass to Inductor.
-                node.target = aten_forward.KERNELS.get(node.target, node.target)
+                node.target = KERNELS.get(node.target, node.target)
             site = None if node._erased else sites.find(node)
             if site is not None and value_of(node).device.type in rules.DEVICES:
                 effects = effects or Effects(graph)
@@ -100,7 +99,7 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
                 family = GROUP_NORM if site.of_groups else operator_of(checked.arguments)
                 overload = family.plain
                 if rule.choice is Choice.INDUCTOR:
-                    overload = aten_forward.VARIANTS[overload]
+                    overload = VARIANTS[overload]
                 replace.apply(checked, overload, graph, effects)
                 row.operator = overload._opname
                 row.fused = candidate.fused + ["cast"] * (checked.narrowed is not None)
@@ -113,16 +112,12 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
 
 
 def _problem(site: Site, settings: Settings) -> Problem:
-    neighbours = [origin(site.input), *site.y.users]
     cols = None if site.of_groups else math.prod(site.normalized_shape)
-    return Problem(
-        site.fusion,
-        cols if isinstance(cols, int) else None,
-        any(map(_is_elementwise, neighbours)),
-        replace.is_apart(site.input, site) or _may_be_laid_out(site, settings.with_inductor),
-        statistic=site.statistic,
-        **settings._asdict(),
-    )
+    cols = cols if isinstance(cols, int) else None
+    has_neighbours = any(map(_is_elementwise, [origin(site.input), *site.y.users]))
+    is_apart = replace.is_apart(site.input, site) or _may_be_laid_out(site, settings.with_inductor)
+    given = (site.fusion, cols, has_neighbours, is_apart)
+    return Problem(*given, statistic=site.statistic, **settings._asdict())
 
 
 def _may_be_laid_out(site: Site, with_inductor: bool) -> bool:

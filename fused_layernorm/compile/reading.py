@@ -19,8 +19,7 @@ from torch.fx import Node
 
 from ..ops import formulas, load
 from ..ops.arguments import DTYPES, HALF, rms_eps
-from ..ops.aten_forward import VARIANTS
-from ..ops.operators import GROUP_NORM
+from ..ops.operators import GROUP_NORM, VARIANTS
 
 aten = torch.ops.aten
 

@@ -2,7 +2,7 @@
 """The operators' Python half: what csrc does not implement is registered here, by subject."""
 
 # The imports register.
-from . import aten_forward, autograd_library, family, heads, operators, packed  # noqa: F401
+from . import autograd_library, family, heads, operators, packed  # noqa: F401
 
 autograd_library.load()
 family.register()

@@ -40,11 +40,9 @@ class Family:
     def __init__(
         self, name: str, check: Callable[[Any], None], formula: Callable[..., Outputs]
     ) -> None:
-        """
-        formula: what NAME_forward (else NAME) gives of a call, and what is differentiated of a call
-        of the backward operator: that of which it has gradients, in their order; with once=True it
-        is not to be differentiated twice.
-        """
+        """formula: what NAME_forward (else NAME) gives of a call, and what is differentiated of a
+        call of the backward operator: that of which it has gradients, in their order; with
+        once=True it is not to be differentiated twice."""
         self.name, self.check, self.formula = name, check, formula
         self.plain, self.forward = load.operator(name), load.operator(f"{name}_forward")
         # The norm of a sum has the norm's, and one of its own for calls with a gate.

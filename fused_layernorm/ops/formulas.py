@@ -154,12 +154,8 @@ def to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 _ACTIVATIONS: dict[str, Any] = {
-    "gelu": _aten.gelu,
+    **{name: getattr(_aten, name) for name in ("gelu", "silu", "relu", "leaky_relu", "sigmoid")},
     "gelu_tanh": functools.partial(_aten.gelu, approximate="tanh"),
-    "silu": _aten.silu,
-    "relu": _aten.relu,
-    "leaky_relu": _aten.leaky_relu,
-    "sigmoid": _aten.sigmoid,  # of a gate
 }
 
 

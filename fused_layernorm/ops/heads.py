@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norm and rotation of heads: the operators qk_norm_rope and qk_norm_rope_backward.
 
-csrc/bindings/schemas.cpp says what the operators take and give.
-
 A rotation is linear and its transpose is the reverse rotation, so a rotation alone (statistic None)
 is differentiated by the forward operator itself, any number of times. The norm's gradients come
 from qk_norm_rope_backward; where they are to be differentiated, and where cos or sin asks for a

@@ -8,17 +8,21 @@ residual (beside a modulation also a gate).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from . import arguments, autograd, family, formulas, load
 from .family import AUTOGRAD, GRADIENTS, Family, gradients, implement_backward
 
 TENSORS = ("input", "residual", "gate", "shift", "scale", "weight", "bias")
+_WIDEST = (load.operator("add_ada_layer_norm"), load.layer_norm)  # they take all between them
+_FIELDS = [*TENSORS, *(name for one in _WIDEST for name in formulas.fields_of(one))]
 
 
 class Arguments(formulas.Record):
@@ -29,15 +33,7 @@ class Arguments(formulas.Record):
     of a named tuple.
     """
 
-    __slots__ = _fields = (
-        *TENSORS,
-        *dict.fromkeys(
-            name
-            for operator in (load.operators.add_ada_layer_norm, load.operators.layer_norm)
-            for name in formulas.fields_of(operator.default)
-            if name not in TENSORS
-        ),
-    )
+    __slots__ = _fields = tuple(dict.fromkeys(_FIELDS))
 
     def _replace(self, **changes: Any) -> Arguments:
         given = {name: getattr(self, name) for name in self._fields}
@@ -96,9 +92,7 @@ def _caller(of: Family) -> Callable[[Arguments], Any]:
 class Rows(Family):
     """The norms of rows: LayerNorm, or RMSNorm, with what `Arguments` has beside it."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.call = _caller(self)  # type: ignore[method-assign, assignment]
+    call: Any = functools.cached_property(_caller)
 
     def in_onnx(self, a: Any, is_tracing: bool) -> Any:
         """The norm itself where nothing is fused to it. By tracing there is no rms_norm, nor a
@@ -200,3 +194,24 @@ implement_backward(_GATED, _in_turn(GRADIENTS[_MODULATED], GRADIENTS[_GATE]), AD
 AUTOGRAD[_GATED] = _autograd
 family.implement(GROUP_NORM)
 family.implement(RMS_NORM_GATED)
+
+
+# ---- The aten_ variants: forward pass in PyTorch's operators, backward pass in this package's.
+# ---- Under torch.compile an opaque forward operator keeps Inductor from fusing what is around it,
+# ---- and at many widths Inductor's forward kernel is as fast; our backward kernels are faster at
+# ---- every width. They are operators, not a torch.autograd.Function, so that AOTAutograd's cache
+# ---- can keep a graph with them, each under a name of its own.
+
+
+def _variant(of: Family) -> OpOverload:
+    """The operator aten_NAME, of NAME's schema."""
+    defined = load.define_like(of.name, "aten_")
+    whole = functools.partial(family.autograd_of(of, of.plain), None)
+    load.library.impl(defined._opname, whole, "CompositeImplicitAutograd")
+    autograd.register_autocast(defined, of.Call)
+    return defined
+
+
+# From each operator to its variant, and back.
+VARIANTS = {of.plain: _variant(of) for of in (*FORWARD, RMS_NORM_GATED)}
+KERNELS = {variant: operator for operator, variant in VARIANTS.items()}

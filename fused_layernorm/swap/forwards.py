@@ -100,10 +100,8 @@ def _in_promoted_dtype(
 ) -> Tensor:
     """A layer norm that a library writes out: the result has the dtype of x * weight + bias.
 
-    It lies in memory in the order of x, as the library's elementwise operators leave it, and the
-    following layers may rely on it. Autocast makes rsqrt and pow float32 on every device but the
-    CPU. That widens the result too, unless the library rounds to x's dtype before it multiplies by
-    weight.
+    Autocast makes rsqrt and pow float32 on every device but the CPU. That widens the result too,
+    unless the library rounds to x's dtype before it multiplies by weight.
     """
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), bias.dtype)
     if autocast_widens and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):

@@ -117,11 +117,8 @@ def _swap_all(
     text = _say(left, model, f"{left.total()} {what}-like modules were left: ")
     wanted = {*kinds, REGISTERED, *(_BESIDE if neighbours else [])}
     if not any(is_fused(module) and kind_of(type(module)) in wanted for module in model.modules()):
-        warnings.warn(
-            f"{caller}: nothing in {_name(type(model))} is fused: "
-            + (f"left were {text}" if left else f"it has no {what}"),
-            stacklevel=3,
-        )
+        why = f"left were {text}" if left else f"it has no {what}"
+        warnings.warn(f"{caller}: nothing in {_name(type(model))} is fused: {why}", stacklevel=3)
     return model
 
 
