@@ -355,6 +355,8 @@ def norm_in_groups(a: Arguments, group_size: Any, normalized_shape: Any, dim: An
     """An RMSNorm that is described, over groups of columns: these are the rows of a norm, whose
     result PyTorch multiplies by a weight of all columns."""
     arguments.check_tensor("input", a.input)
+    if dim is not None:
+        arguments.check_dim(a, dim, normalized_shape)
     input = a.input
     given = (input, a.weight, a.bias, normalized_shape, 1)
     if dim is not None or arguments.normalized_ndim(*given) != 1:

@@ -22,7 +22,7 @@ inline int64_t param_grad_blocks(const GroupParams& p) {
 
 using GroupLaunch = cudaError_t(const GroupParams&, const GroupTypes&, const GroupPlan&,
                                 cudaStream_t);
-// The launches of a call over tiles: one measures them, the totals follow (of has_totals), and one
+// The launches of a call over tiles: one measures them, the totals follow (if has_totals), and one
 // applies these and makes the gradients of parameters.
 GroupLaunch launch_planes, launch_channels_last, launch_group_totals;
 // The launch where blocks hold or share groups; backward, one for parameters follows.

@@ -181,7 +181,7 @@ bool vectors_straddle(const GroupProblem& problem) {
 
 // Whether backward should take planes of one position, which lie as channels_last does, for that:
 // where a block has work for all its threads, and many groups because they are short (float32, 1024
-// x 8192 in 512 groups: a block for each group 686, so 170).
+// x 8192 in 512 groups: a block for each group 685, so 280).
 bool is_better_last(const GroupProblem& problem) {
   const int64_t slice = int64_t{kLastThreads} * vector_width(size_of(problem.x));
   return problem.backward && problem.aligned && problem.positions == 1 &&

@@ -32,8 +32,8 @@ constexpr int64_t kLargeSample = 8 << 20;
 constexpr int64_t kLastTileBytes = 32 << 10, kLargeLastTileBytes = 60 << 10;
 constexpr int64_t kBackwardLastTileBytes = 40 << 10, kLargeBackwardLastTileBytes = 90 << 10;
 constexpr int64_t kMostLastTiles = 1024;
-// Groups of one position and up to so many channels are short (plan.cpp's is_better_last). Of 64
-// and of 512, PyTorch is faster either way (1024 x 8192, 512: held 175, so 167, PyTorch 127).
+// Groups of one position and up to so many channels are short (plan.cpp's is_better_last). Longer
+// ones gain nothing: with a sample in one kernel, 1024 x 8192 in 16 groups took 167, held 175.
 constexpr int64_t kShortLastGroup = 32;
 // Threads that move single elements have as many of them as others have vectors, while a sample has
 // fewer tiles than so many (backward on an H200, 1 x 150 x 37 x 37 in 5 groups by 11 tiles 54.6).
