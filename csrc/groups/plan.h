@@ -9,7 +9,8 @@
 //
 //   planes         each channel is a run of memory. A tile has some channels of a group, or a piece
 //                  of one (planes.cu).
-//   channels_last  a tile has all channels of some positions (channels_last.cu).
+//   channels_last  a tile has all channels of some positions (channels_last.cu). A tensor of one
+//                  position is both; backward of short groups takes it for this.
 //
 // How a sample is cut depends on its channels, its positions, the types and the alignment, never on
 // the number of samples, so its bits do not depend on its batch.
@@ -68,8 +69,9 @@ inline const char* name_of(GroupStrategy strategy) {
 
 struct GroupPlan : Launch {
   GroupStrategy strategy = GroupStrategy::kTiles;
-  GroupLayout layout = GroupLayout::kPlanes;  // of one position, x has both
-  int width = 1;                              // elements that a thread moves at once
+  // As which the kernels read x: the problem's, or of one position, which is both, the better one.
+  GroupLayout layout = GroupLayout::kPlanes;
+  int width = 1;  // elements that a thread moves at once
 
   // Planes. Channels are counted in vectors or, where they begin within some, in elements.
   int vector_units = 1;  // of a vector
