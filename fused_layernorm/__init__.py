@@ -14,7 +14,6 @@ if _torch_release < (2, 10):
     raise ImportError(f"fused_layernorm needs torch >= 2.10; this is {_torch.__version__}")
 
 from . import distributed, ops  # noqa: E402, F401  (DTensor's rules, operators)
-from .ada_modules import FusedAdaLayerNorm, FusedAddAdaLayerNorm  # noqa: E402
 from .compile.backend import VERSION as __version__  # noqa: E402
 from .compile.backend import explain, fuse  # noqa: E402
 from .functional import (  # noqa: E402
@@ -26,7 +25,11 @@ from .functional import (  # noqa: E402
     rms_norm,
     rms_norm_gated,
 )
-from .gated_modules import FusedRMSNormGated  # noqa: E402
+from .gated_modules import (  # noqa: E402
+    FusedAdaLayerNorm,
+    FusedAddAdaLayerNorm,
+    FusedRMSNormGated,
+)
 from .groups import FusedGroupNorm, ada_group_norm, group_norm  # noqa: E402
 from .heads import norm_rope, qk_norm_rope, qkv_norm_rope  # noqa: E402
 from .integrations import tools  # noqa: E402, F401

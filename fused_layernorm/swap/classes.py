@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import has_torch_function_variadic
 
 from .. import stock
-from ..ada_modules import FusedAdaLayerNorm
+from ..gated_modules import FusedAdaLayerNorm
 from ..groups import FusedGroupNorm
 from ..modules import FusedLayerNorm, FusedRMSNorm
 from .source import Part
@@ -357,8 +357,7 @@ def is_fused(module: nn.Module) -> bool:
 
 def forward_of(cls: Any) -> Forward | None:
     """The forward that is known of a class that a swap has made; None for another class."""
-    known: Known | None = getattr(cls, "_known", None)
-    return None if known is None else known.forward
+    return getattr(getattr(cls, "_known", None), "forward", None)
 
 
 def kind_of(cls: Any) -> str:
