@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_leaves
 from ..ops.arguments import DTYPES, HALF, name_of
 from ..ops.formulas import fields_of
 from ..ops.operators import Arguments, describe, values
-from . import autocast
 from .effects import Effects
-from .reading import before_casts, dtype_of, is_tensor, name_of_target, read, value_of
+from .reading import before_casts, dtype_of, is_tensor, name_of_target, read, spellings, value_of
 from .sites import Site, are_equal, is_contiguous
 
 _KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "seq_nr")
@@ -38,7 +37,7 @@ class Replacement(NamedTuple):
     site: Site
     arguments: Arguments  # nodes where the operator takes tensors
     before: Node  # which the call stands
-    narrowed: autocast.Narrowed | None  # how the kernel rounds in autocast's place, if it does
+    narrowed: Narrowed | None  # how the kernel rounds in autocast's place, if it does
 
 
 def check(site: Site, effects: Effects, functional: bool) -> Replacement:
@@ -55,7 +54,7 @@ def check(site: Site, effects: Effects, functional: bool) -> Replacement:
         value = value_of(node)
         if isinstance(value, Tensor) and value.dtype not in DTYPES:
             raise NotFused(f"{node.name} is of {name_of(value.dtype)}")
-    narrowed = None if effects.writers(site.y) else autocast.narrowed(site.y)
+    narrowed = None if effects.writers(site.y) else _narrowed(site.y)
     arguments = _arguments(site, dtype_of(site.y) if narrowed is None else narrowed.dtype)
     operands = _nodes(values(arguments))
     if not site.nodes.isdisjoint(operands):
@@ -156,6 +155,67 @@ def _check_effects(site: Site, arguments: Arguments, effects: Effects, functiona
         node = effects.write_between(nodes, begin, last)
         if node is not None:
             raise NotFused(f"{node.name} writes into {what}")
+
+
+# ---- Results that autocast casts to half precision wherever they are used. A graph has no node for
+# ---- such a cast, but a matrix product or a convolution that returns half precision from float32.
+# ---- Where these alone read a norm's result, perhaps in another layout, the kernel may round it:
+# ---- the numbers are the same, and half as many bytes are written and read, in backward too.
+
+# What autocast runs in half precision.
+_CASTING = {
+    *spellings("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm"),
+    *spellings("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"),
+}
+# What returns, as views do, the elements of its first argument in another layout; pads count only
+# if they add nothing but zeros.
+_PADS = {*spellings("pad")}
+_MOVING = {*spellings("getitem", "movedim", "contiguous", "clone", "roll"), *_PADS}
+
+
+class Narrowed(NamedTuple):
+    """The dtype to round a result to, and the nodes that change its layout before it is cast."""
+
+    dtype: torch.dtype
+    moved: tuple[Node, ...]  # in the order of the graph
+
+
+def _narrowed(y: Node) -> Narrowed | None:
+    """How the kernel may round the result y; None if something reads y in float32.
+
+    The gradients of several readers are then summed in half precision. float16 lacks the range for
+    that, so there only one reader is allowed.
+    """
+    if dtype_of(y) is not torch.float32:
+        return None
+    dtypes: list[torch.dtype] = []  # of the readers
+    moved = [y]
+    for node in moved:  # grows
+        for user in node.users:
+            if user.op not in ("call_function", "call_method") or not is_tensor(user):
+                return None
+            if user.target in _CASTING and dtype_of(user) in HALF:
+                dtypes.append(dtype_of(user))
+            elif not _is_moved(user, node):
+                return None
+            elif user not in moved:
+                moved.append(user)
+    if len(set(dtypes)) != 1 or (torch.float16 in dtypes and len(dtypes) > 1):
+        return None
+    return Narrowed(dtypes[0], tuple(sorted(moved[1:])))
+
+
+def _is_moved(user: Node, node: Node) -> bool:
+    """Whether user is the node's result in another layout."""
+    call, given = read(user), [*user.args[1:], *user.kwargs.values()]
+    return (
+        (user.target in _MOVING or (call is not None and call.name == "view"))
+        and user.args[:1] == (node,)
+        and user.all_input_nodes == [node]
+        # A view in another dtype shows the bytes, not the numbers.
+        and not any(isinstance(value, torch.dtype) for value in given)
+        and (user.target not in _PADS or all(v in ("constant", None, 0) for v in given[1:]))
+    )
 
 
 # ---- The replacement -----------------------------------------------------------------------------
