@@ -19,10 +19,10 @@ from .ops import arguments, autograd_library, formulas
 from .ops.autograd import under_autocast
 from .ops.family import Family
 from .ops.operators import FORWARD, Arguments, GroupArguments, describe
+from .stock import function_modes
 
 is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
 _is_tracing = torch._C._is_tracing
 _in_transform = torch._C._are_functorch_transforms_active
 _get_dispatch_mode = torch._C._get_dispatch_mode
@@ -56,7 +56,7 @@ def plain(
         or _in_transform()
     ):
         return None
-    if _function_modes() and not hidden:
+    if function_modes() and not hidden:
         if not stock.has_device_mode_alone():
             return None
         with stock.without_function_modes():
@@ -64,9 +64,8 @@ def plain(
     sizes = over
     try:
         if is_group:
-            if type(over) is not int or not 0 < over <= arguments.MAX_INDEX:
-                return None
-            if input.numel() == over:  # of one value a group, which F.group_norm refuses
+            is_count = type(over) is int and 0 < over <= arguments.MAX_INDEX
+            if not is_count or input.numel() == over:  # F.group_norm refuses one value a group
                 return None
         elif over is None:
             if weight is None:
@@ -128,13 +127,18 @@ def norm(
 def run(a: Arguments) -> Any:
     """The norm that is described: y, or with a residual (y, residual_out)."""
     gate = a.gate
-    if gate is not None and not _may_fuse_gate(a):
+    # No kernel fuses a gated sum with an activation, a scale or the rounding of xhat.
+    if gate is not None and (
+        a.activation is not None
+        or a.round_before_weight
+        or not (isinstance(a.output_scale, (int, float)) and a.output_scale == 1.0)
+    ):
         return _with_sum_apart(a)
-    if is_compiling():  # Dynamo does not trace the exception handling below
-        return choice.run(a)
-    # operator_of(a), written out, since a call of it takes a tenth of a microsecond.
+    # operator_of(a), written out: a call takes a tenth of a microsecond, and Dynamo traces none.
     is_modulated = gate is not None or a.shift is not None or a.scale is not None
-    return call(FORWARD[2 * is_modulated + (a.residual is not None)], a, _in_pytorch)
+    place = 2 * is_modulated + (a.residual is not None)
+    # Dynamo does not trace the handling of exceptions in `call` either.
+    return choice.run(a, place) if is_compiling() else call(FORWARD[place], a, _in_pytorch)
 
 
 def call(family: Family, a: Any, in_pytorch: Any = None) -> Any:
@@ -162,12 +166,6 @@ def call(family: Family, a: Any, in_pytorch: Any = None) -> Any:
         return family.call(a)
     except Exception as error:
         raise arguments.explain(error, a, family.check) from None
-
-
-def _may_fuse_gate(a: Arguments) -> bool:
-    """No kernel fuses a gated sum with an activation, a scale or the rounding of xhat."""
-    is_bare = a.activation is None and isinstance(a.output_scale, (int, float))
-    return is_bare and a.output_scale == 1.0 and not a.round_before_weight
 
 
 def as_autocast_makes(a: Arguments) -> Arguments:

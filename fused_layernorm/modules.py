@@ -15,9 +15,7 @@ from . import stock
 from .calls import is_compiling, plain
 from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .ops.arguments import ACTIVATIONS, check_options, check_statistic, shown
-from .stock import LayerNorm, RMSNorm
-
-_function_modes = torch._C._len_torch_function_stack
+from .stock import LayerNorm, RMSNorm, function_modes
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
 # branches on its arguments.
@@ -25,28 +23,25 @@ for _norm in ("layer_norm", "rms_norm"):
     torch.fx.wrap(_norm)
     torch.fx.wrap(f"add_{_norm}")
 
-# The options of modules, whose defaults are attributes of `Norm`.
-_OPTIONS = ("statistic", "weight_offset", "round_before_weight", "activation", "scale",
-            "out_dtype", "gate_first", "gate_activation", "group_size")  # fmt: skip
 _NONE: Any = None  # torch.jit.script does not know the annotations of attributes
 
 
 class Norm(nn.Module):
     """What the modules have beside the class of PyTorch that each stands for.
 
-    The attributes are defaults for a module of PyTorch that a swap has made one of these. Such a
-    one takes what PyTorch's class takes.
+    The attributes are the defaults of its options, which a module of PyTorch that a swap has made
+    one of these has. Such a one takes what PyTorch's class takes.
     """
 
     _stock: Any
     _fused: Any  # the call of this package's function
     _is_swapped = False
     statistic = "layer"
+    weight_offset = 0.0
+    round_before_weight = False
     activation = _NONE
     scale = 1.0
     out_dtype = _NONE
-    weight_offset = 0.0
-    round_before_weight = False
     gate_first = False
     gate_activation = "silu"
     group_size = _NONE
@@ -93,6 +88,9 @@ class Norm(nn.Module):
         return self
 
 
+_OPTIONS = [name for name, value in vars(Norm).items() if name[0] != "_" and not callable(value)]
+
+
 def is_bare(module: Any) -> bool:
     """Whether a module computes what PyTorch's class computes."""
     if module._stock is RMSNorm and getattr(module, "bias", None) is not None:
@@ -119,7 +117,7 @@ def forward_of(
         # nn.Module.__getattr__, so that it takes no more time than in PyTorch's class.
         if (
             is_tried
-            and (modes := _function_modes())
+            and (modes := function_modes())
             and getattr(self, "_is_swapped", False)
             and stock.has_foreign_mode(modes)
         ):

@@ -19,7 +19,7 @@ from torch.utils._device import DeviceContext
 from .ops import arguments
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-_function_modes = torch._C._len_torch_function_stack
+function_modes = torch._C._len_torch_function_stack
 _function_mode_at = torch._C._get_function_stack_at
 
 # For tests without a GPU: calls on the CPU then go to the operators instead of PyTorch's.
@@ -99,14 +99,14 @@ def has_device_mode_alone() -> bool:
     """Whether the only TorchFunctionMode is that of torch.set_default_device or torch.device, which
     makes new tensors on a device, and so has nothing to do in a norm. Under it each access to a
     tensor costs the host microseconds."""
-    return _function_modes() == 1 and type(_function_mode_at(0)) is DeviceContext
+    return function_modes() == 1 and type(_function_mode_at(0)) is DeviceContext
 
 
 def _are_known(values: Sequence[Any]) -> bool:
     if not all(_is_known(type(value)) for value in values):
         return False
     # Dynamo traces through the modes that it knows.
-    if not _is_compiling() and has_foreign_mode(_function_modes()):
+    if not _is_compiling() and has_foreign_mode(function_modes()):
         return False
     return not any(isinstance(value, Tensor) and value.is_nested for value in values)
 

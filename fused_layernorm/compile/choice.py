@@ -24,10 +24,9 @@ CHOOSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 _VARIANTS = tuple(VARIANTS[one.plain] for one in FORWARD)
 
 
-def run(a: Arguments) -> Any:
-    """The call by our operator, by its aten_ variant, or by PyTorch's own norm."""
-    # operator_of is nothing that Dynamo can trace.
-    place = 2 * a.is_modulated + (a.residual is not None)
+def run(a: Arguments, place: int) -> Any:
+    """The call by our operator, at this place of FORWARD, by its aten_ variant, or by PyTorch's own
+    norm."""
     operator = FORWARD[place]
     arguments.check_types(operator, a)
     choice = "KERNEL" if a.is_modulated else _choice_for(a)
