@@ -53,7 +53,7 @@ def digest(cls: ast.ClassDef, functions: dict[str, ast.FunctionDef]) -> str | No
 
 
 def known_layer_norm(module: str, cls: ast.ClassDef, found: str | None) -> str:
-    sources = CLASSES.get((module, cls.name))
+    sources = CLASSES.get(f"{module}.{cls.name}")
     if found in SOURCES:
         return "computes RMSNorm"
     if sources is None:
@@ -62,7 +62,7 @@ def known_layer_norm(module: str, cls: ast.ClassDef, found: str | None) -> str:
 
 
 def known_rms_norm(module: str, cls: ast.ClassDef, found: str | None) -> str:
-    sources = CLASSES.get((module, cls.name), SOURCES)
+    sources = CLASSES.get(f"{module}.{cls.name}", SOURCES)
     return "known" if found in sources else "its source is not known"
 
 

@@ -29,7 +29,7 @@ from .source import Part, Source
 
 # From the digest of a forward's source (source.digest) to what is known of it.
 _Sources = dict[str, Known]
-CLASSES: dict[tuple[str, str], _Sources] = {}  # by (module, class)
+CLASSES: dict[str, _Sources] = {}  # by the name of the class, that of its module before it
 SOURCES: _Sources = {}  # for classes of any module
 
 
@@ -53,8 +53,8 @@ def _enter(text: str) -> None:
         sources = dict.fromkeys(digests.split(","), _known(kind, of, name))
         if not classes:
             (heads.SOURCES if of is heads else SOURCES).update(sources)
-        for module, _, cls in (one.rpartition(".") for one in classes):
-            CLASSES.setdefault((module, cls), {}).update(sources)
+        for cls in classes:
+            CLASSES.setdefault(cls, {}).update(sources)
 
 
 _enter(Path(__file__).with_name("known.txt").read_text())
@@ -110,7 +110,7 @@ def find(module: nn.Module, read: Read = source.read) -> Found | None:
             return Found(kind, reason="it has running statistics")
         if cls.forward is not stock.FORWARDS[cls]:
             return Found(kind, reason="its forward was replaced")
-    by_class = _name(cls) in CLASSES
+    by_class = name_of(cls) in CLASSES
     if not by_class and not isinstance(module, tuple(_OF_PYTORCH)):  # its source alone counts
         children = {name for name, _ in module.named_children()} - {"parametrizations"}
         if cls.__module__.startswith("torch.") or children:
@@ -123,8 +123,8 @@ def find(module: nn.Module, read: Read = source.read) -> Found | None:
     return Found(kind, reason=unknown if by_class else "its class is not known") if kind else None
 
 
-def _name(cls: type) -> tuple[str, str]:
-    return cls.__module__, cls.__qualname__
+def name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _read(cls: type[nn.Module], read: Read) -> tuple[Known | None, tuple[Part, ...]]:
@@ -134,11 +134,11 @@ def _read(cls: type[nn.Module], read: Read) -> tuple[Known | None, tuple[Part, .
     found = read(cls)
     if found is None:
         return None, ()
-    return CLASSES.get(_name(cls), SOURCES).get(found.digest), found.parts
+    return CLASSES.get(name_of(cls), SOURCES).get(found.digest), found.parts
 
 
 def _kind_by_name(cls: type) -> str:
-    if by_class := CLASSES.get(_name(cls)):
+    if by_class := CLASSES.get(name_of(cls)):
         return next(iter(by_class.values())).kind
     name = cls.__name__.lower().replace("_", "")
     if kind := kind_of(cls):
@@ -162,7 +162,7 @@ def accepted(module: nn.Module, found: Found) -> Found:
     """What a module is that nobody knows and a predicate accepts: a subclass of PyTorch's is taken
     to compute what PyTorch's class computes."""
     cls = own_class(module)
-    if "forward" in module.__dict__ or cls in _OF_PYTORCH or _name(cls) in CLASSES:
+    if "forward" in module.__dict__ or cls in _OF_PYTORCH or name_of(cls) in CLASSES:
         return found
     for of_pytorch, known in _AS_PYTORCH.items():
         if isinstance(module, of_pytorch):
@@ -176,8 +176,8 @@ def _of_liger(function: Any, read: Read) -> Known | None:
     of = getattr(sys.modules.get(getattr(function, "__module__", "")), name, None)
     if not isinstance(of, type) or vars(of).get("forward") is not function:
         return None
-    found = read(of) if _name(of) in CLASSES and of.__module__.startswith("liger_") else None
-    return None if found is None else CLASSES[_name(of)].get(found.digest)
+    found = read(of) if name_of(of) in CLASSES and of.__module__.startswith("liger_") else None
+    return None if found is None else CLASSES[name_of(of)].get(found.digest)
 
 
 # ---- Classes of swapped norms.

@@ -21,7 +21,7 @@ from . import classes, heads, registry, source
 from . import neighbours as beside
 from .classes import REGISTERED, Forward, Known, is_fused, kind_of, lock, own_class, plain_class
 from .neighbours import Planned
-from .registry import Found
+from .registry import Found, name_of
 
 Model = TypeVar("Model", bound=nn.Module)
 _log = logging.getLogger(__package__)
@@ -94,7 +94,7 @@ def _swap_all(
 
     def note(module: nn.Module, made: type[nn.Module] | str | None) -> None:
         if isinstance(made, str):
-            left[f"{_name(plain_class(module))} ({made})"] += 1
+            left[f"{name_of(plain_class(module))} ({made})"] += 1
         elif made is not None:
             plan[module] = made
 
@@ -118,7 +118,7 @@ def _swap_all(
     wanted = {*kinds, REGISTERED, *(_BESIDE if neighbours else [])}
     if not any(is_fused(module) and kind_of(type(module)) in wanted for module in model.modules()):
         why = f"left were {text}" if left else f"it has no {what}"
-        warnings.warn(f"{caller}: nothing in {_name(type(model))} is fused: {why}", stacklevel=3)
+        warnings.warn(f"{caller}: nothing in {name_of(type(model))} is fused: {why}", stacklevel=3)
     return model
 
 
@@ -126,7 +126,7 @@ def _say(left: Counter[str], model: nn.Module, what: str) -> str:
     """Names in the log what was left, with the reasons."""
     text = ", ".join(f"{count} {one}" for one, count in left.items())
     if left:
-        _log.info("%s: %s%s", _name(type(model)), what, text)
+        _log.info("%s: %s%s", name_of(type(model)), what, text)
     return text
 
 
@@ -232,7 +232,7 @@ def _unswap_all(model: Model, kinds: tuple[str, ...]) -> Model:
                 classes.give_back(module, cls)
             elif cls is None and hasattr(type(module), classes.mark_of(module)):
                 # Somebody has given it a class derived from its swapped one.
-                left[_name(type(module))] += 1
+                left[name_of(type(module))] += 1
     _say(left, model, "left, for their class is not the one that a swap gave, were ")
     return model
 
@@ -277,12 +277,9 @@ def _check_forward(cls: type[nn.Module], forward: object) -> None:
             f"expected the make registered for {cls.__name__} to return a function or None, "
             f"got {type(forward).__name__}"
         )
-    required = [
-        name
-        for name, parameter in inspect.signature(cls.forward).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
+    parameters = inspect.signature(cls.forward).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p.name for p in named if p.default is p.empty]
     try:
         inspect.signature(forward).bind(*required)
     except TypeError:
@@ -290,7 +287,3 @@ def _check_forward(cls: type[nn.Module], forward: object) -> None:
             f"expected the make registered for {cls.__name__} to return a forward that takes "
             f"({', '.join(required)}), self first, got one that takes {inspect.signature(forward)}"
         ) from None
-
-
-def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
