@@ -186,8 +186,8 @@ ROWS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
            {"rotary_dim": wrong}) for wrong in (3, 10)),
     ]),
     *of("qk_norm_rope", [
-        (R, "q of four dimensions, (batch, positions, heads, columns) or with seq_dim=2 (batch, "
-         "heads, positions, columns), got shape [3, 4, 8]", {"q": ((3, 4, 8), F32)}),
+        (R, "q of shape (batch, positions, heads, columns), got shape [3, 4, 8]",
+         {"q": ((3, 4, 8), F32)}),
         (R, "k of q's dtype, float32, got float16", {"k": ((2, 3, 2, 8), F16)}),
         (R, f"{UNLIKE} [2, 3, 2, 6]", {"k": ((2, 3, 2, 6), F32)}),
         (T, "k to be a tensor, got NoneType", {"k": None}),

@@ -60,19 +60,18 @@ def choose(
     return path, f"compiled for torch {minor}"
 
 
-def load() -> bool:
-    """Loads the library for the running torch, which registers itself; False if none is loaded."""
+def load() -> None:
+    """Loads the library for the running torch, if there is one; it registers itself."""
     global active, reason
     import torch  # not at the top, since the build imports this file
 
     path, reason = choose(torch.__version__)
     if path is None:
-        return False
+        return
     try:
         torch.ops.load_library(path)
     except OSError as error:  # a symbol is missing, and no code of the library has run
         reason = f"{path.name} does not load: {error}"
         warnings.warn(f"fused_layernorm takes Python's autograd: {reason}", stacklevel=2)
-        return False
+        return
     active = True
-    return True

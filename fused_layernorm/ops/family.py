@@ -27,6 +27,89 @@ _CONTIGUOUS = torch.contiguous_format
 _is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
+class Forward(autograd.Function):
+    """What NAME_forward gives."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, family: Family, *args: Any) -> Any:
+        a = family.Call(*args)
+        with autograd.lower_levels():
+            if keyset is None:  # of an aten_ variant
+                found = family.computed(a)
+            else:
+                forward: Any = family.forward
+                found = autograd.redispatch(forward, keyset, *args)
+        _, *residual_out, mean, rstd = found
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)
+        is_gated = family.gated_backward is not None and a.gate is not None
+        ctx.operator = family.gated_backward if is_gated else family.backward
+        ctx.family, ctx.Call = family, formulas.call_of(ctx.operator)
+        (x,) = residual_out or (a.input,)
+        given = {**a._asdict(), "x": x, "mean": mean, "rstd": rstd}
+        saved = {name: given.get(name) for name in ctx.Call._fields}
+        for name in _unread(family, a, family.Call(*ctx.needs_input_grad[2:])):
+            saved[name] = None
+        # Backward reads the dtype of a weight at least.
+        is_unread = saved["weight"] is None and a.weight is not None
+        ctx.weight_like = (a.weight.shape, a.weight.dtype) if is_unread else None
+        autograd.keep(ctx, saved)
+        ctx.input_dtype = a.input.dtype
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *others: Tensor | None) -> Any:
+        family, Call = ctx.family, ctx.Call
+        needs = family.Call(*ctx.needs_input_grad[2:])._asdict()
+        dresidual = others[0] if len(others) > 2 else None
+        given = autograd.kept(ctx)
+        if ctx.weight_like is not None:
+            shape, dtype = ctx.weight_like
+            given["weight"] = given["x"].new_empty(shape, dtype=dtype)
+        is_gated = "needs_dinput" in Call._fields
+        needs["x"] = needs.get("residual") or (needs["input"] and not is_gated)
+        flags = {f"needs_d{name}": needs[name] for name in Call.differentiated}
+        gradients: dict[str, Any] = {}
+        if dy is None:  # only residual_out was used: its gradient bypasses the norm
+            gradients["x"] = dresidual
+            if is_gated and dresidual is not None:
+                of_gate = (flags["needs_dinput"], flags["needs_dgate"])
+                found = load.gate_backward(dresidual, given["input"], given["gate"], *of_gate)
+                gradients |= zip(("input", "gate"), found, strict=True)
+        else:
+            if flags.get("needs_dshift") and "activation" not in Call._fields:
+                shift = given["shift"]
+                if (shift.shape, shift.dtype) == (dy.shape, dy.dtype):  # one for each element of y
+                    flags["needs_dshift"] = False
+                    gradients["shift"] = dy
+            given |= {**flags, "dy": dy}
+            if "dresidual" in Call._fields:
+                given["dresidual"] = dresidual
+            found = autograd.call_operator(ctx.operator, *Call(**given))
+            named = zip(Call.differentiated, found, strict=True)
+            gradients |= {name: gradient for name, gradient in named if flags[f"needs_d{name}"]}
+        gradients["residual"] = gradients.get("x")
+        of_input = gradients.get("input" if is_gated else "x")
+        gradients["input"] = None if of_input is None else of_input.to(ctx.input_dtype)
+        of_call = (gradients.get(name) if needs[name] else None for name in family.Call._fields)
+        return None, None, *of_call
+
+
+def _unread(family: Family, a: Any, needs: Any) -> list[str]:
+    """The tensors whose values backward does not read. They are not saved, as PyTorch's functions
+    do not: autograd refuses parameters that were made in inference mode."""
+    activates = a.activation is not None
+    reads_z = activates or "gate_activation" in a._fields or needs.scale
+    reads_weight = reads_z or needs.input or needs.residual or needs.gate
+    unread = [] if reads_weight else ["weight"]
+    # Backward operators of rows alone give a gradient to what is missing (formulas.complete).
+    if not reads_z and a.weight is not None and "normalized_ndim" in a._fields:
+        unread.append("bias")
+    if "shift" in a._fields and not (activates or needs.shift):
+        unread.append("shift")
+    return unread
+
+
 class Family:
     """Forward operators, and what is known of them.
 
@@ -35,7 +118,7 @@ class Family:
     """
 
     folds = False  # whether a batch of vmap belongs to the first dimension, or precedes it
-    node: Any  # the autograd function of the forward operators
+    node: Any = Forward  # the autograd function of the forward operators
 
     def __init__(
         self, name: str, check: Callable[[Any], None], formula: Callable[..., Outputs]
@@ -141,8 +224,7 @@ class Family:
         """Whether PyTorch differentiates the formula instead of `node`."""
         return autograd.in_forward_mode()
 
-    def vmap(self, operator: OpOverload, formula: Any, always: bool = False) -> Any:
-        return vmap_of(operator, formula, self, always)
+    vmap = vmap_of
 
 
 FAMILIES: list[Family] = []
@@ -228,92 +310,6 @@ def fake_backward(operator: OpOverload, family: Family) -> Callable[..., Outputs
 # ---- Derivatives.
 
 
-class Forward(autograd.Function):
-    """What NAME_forward gives."""
-
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, family: Family, *args: Any) -> Any:
-        a = family.Call(*args)
-        with autograd.lower_levels():
-            if keyset is None:  # of an aten_ variant
-                found = family.computed(a)
-            else:
-                forward: Any = family.forward
-                found = autograd.redispatch(forward, keyset, *args)
-        _, *residual_out, mean, rstd = found
-        ctx.mark_non_differentiable(mean, rstd)
-        ctx.set_materialize_grads(False)
-        is_gated = family.gated_backward is not None and a.gate is not None
-        ctx.operator = family.gated_backward if is_gated else family.backward
-        ctx.family, ctx.Call = family, formulas.call_of(ctx.operator)
-        (x,) = residual_out or (a.input,)
-        given = {**a._asdict(), "x": x, "mean": mean, "rstd": rstd}
-        saved = {name: given.get(name) for name in ctx.Call._fields}
-        for name in _unread(family, a, family.Call(*ctx.needs_input_grad[2:])):
-            saved[name] = None
-        # Backward reads the dtype of a weight at least.
-        is_unread = saved["weight"] is None and a.weight is not None
-        ctx.weight_like = (a.weight.shape, a.weight.dtype) if is_unread else None
-        autograd.keep(ctx, saved)
-        ctx.input_dtype = a.input.dtype
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *others: Tensor | None) -> Any:
-        family, Call = ctx.family, ctx.Call
-        needs = family.Call(*ctx.needs_input_grad[2:])._asdict()
-        dresidual = others[0] if len(others) > 2 else None
-        given = autograd.kept(ctx)
-        if ctx.weight_like is not None:
-            shape, dtype = ctx.weight_like
-            given["weight"] = given["x"].new_empty(shape, dtype=dtype)
-        is_gated = "needs_dinput" in Call._fields
-        needs["x"] = needs.get("residual") or (needs["input"] and not is_gated)
-        flags = {f"needs_d{name}": needs[name] for name in Call.differentiated}
-        gradients: dict[str, Any] = {}
-        if dy is None:  # only residual_out was used: its gradient bypasses the norm
-            gradients["x"] = dresidual
-            if is_gated and dresidual is not None:
-                of_gate = (flags["needs_dinput"], flags["needs_dgate"])
-                found = load.gate_backward(dresidual, given["input"], given["gate"], *of_gate)
-                gradients |= zip(("input", "gate"), found, strict=True)
-        else:
-            if flags.get("needs_dshift") and "activation" not in Call._fields:
-                shift = given["shift"]
-                if (shift.shape, shift.dtype) == (dy.shape, dy.dtype):  # one for each element of y
-                    flags["needs_dshift"] = False
-                    gradients["shift"] = dy
-            given |= {**flags, "dy": dy}
-            if "dresidual" in Call._fields:
-                given["dresidual"] = dresidual
-            found = autograd.call_operator(ctx.operator, *Call(**given))
-            named = zip(Call.differentiated, found, strict=True)
-            gradients |= {name: gradient for name, gradient in named if flags[f"needs_d{name}"]}
-        gradients["residual"] = gradients.get("x")
-        of_input = gradients.get("input" if is_gated else "x")
-        gradients["input"] = None if of_input is None else of_input.to(ctx.input_dtype)
-        of_call = (gradients.get(name) if needs[name] else None for name in family.Call._fields)
-        return None, None, *of_call
-
-
-def _unread(family: Family, a: Any, needs: Any) -> list[str]:
-    """The tensors whose values backward does not read. They are not saved, as PyTorch's functions
-    do not: autograd refuses parameters that were made in inference mode."""
-    activates = a.activation is not None
-    reads_z = activates or "gate_activation" in a._fields or needs.scale
-    reads_weight = reads_z or needs.input or needs.residual or needs.gate
-    unread = [] if reads_weight else ["weight"]
-    # Backward operators of rows alone give a gradient to what is missing (formulas.complete).
-    if not reads_z and a.weight is not None and "normalized_ndim" in a._fields:
-        unread.append("bias")
-    if "shift" in a._fields and not (activates or needs.shift):
-        unread.append("shift")
-    return unread
-
-
-Family.node = Forward
-
-
 def autograd_of(family: Family, operator: OpOverload) -> Callable[..., Any]:
     """Autograd of a forward operator, or without a keyset the whole of its aten_ variant."""
 
@@ -369,27 +365,6 @@ def implement(family: Family) -> None:
     implement_forward(family)
     by_formula = gradients(family.backward, family.formula)
     implement_backward(family.backward, by_formula, family)
-
-
-def register() -> None:
-    """Autograd and autocast: of the operators, or where csrc/per_torch has one's autograd, of the
-    operator _differentiable_... that it calls for a derivative of a backward operator, and in
-    forward mode."""
-    implementations = {one: autograd_of(of, one) for of in FAMILIES for one in of.each(of.formula)}
-    implementations |= {one: autograd.backward_autograd(one, GRADIENTS[one]) for one in GRADIENTS}
-    for operator, implementation in (implementations | AUTOGRAD).items():
-        prefix = "_differentiable_" if _is_in_library(operator, "Autograd") else ""
-        if prefix:
-            load.define_like(operator._opname, prefix)
-        load.library.impl(prefix + operator._opname, implementation, "Autograd", with_keyset=True)
-    for family in FAMILIES:
-        for operator in family.each(family.formula) if family.forward else ():
-            if not _is_in_library(operator, "AutocastCUDA"):
-                autograd.register_autocast(operator, family.Call)
-
-
-def _is_in_library(operator: OpOverload, key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator._schema.name, key)
 
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:

@@ -48,11 +48,10 @@ def name_gradients(Call: Any) -> None:
 
 name_gradients(call_of(qk_norm_rope_backward))
 
-# Functions and no properties, which Dynamo of torch 2.10 does not read.
-
 
 def sides(a: Any) -> list[tuple[str, Tensor, Tensor | None, Tensor | None]]:
-    """The name, tensor, weight and bias of q and, where it is there, of k."""
+    """The name, tensor, weight and bias of q and, where it is there, of k. (Dynamo of torch 2.10
+    does not read a property.)"""
     found = [("q", a.q, a.q_weight, a.q_bias)]
     if a.k is not None:
         found.append(("k", a.k, a.k_weight, a.k_bias))
@@ -129,8 +128,38 @@ def formula(a: Any, once: bool = False) -> tuple[Tensor, ...]:
 # ---- The family.
 
 
+class HeadNorms(autograd.Function):
+    """What a call gives: q's result, k's where it is there, of a packed one also v."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, family: Any, *args: Any) -> Any:
+        a, operator = family.Call(*args), family.plain
+        with autograd.lower_levels():
+            found = autograd.redispatch(operator, keyset, *args) if keyset else operator(*args)
+        ctx.set_materialize_grads(False)
+        # A rotation alone does not need what it rotates for its backward.
+        cos = a._fields.index("cos")
+        tensors = a[:cos] if a.statistic is not None else [None] * cos
+        ctx.save_for_backward(*tensors, a.cos, a.sin)
+        ctx.family, ctx.options = family, a[cos + 2 :]
+        return family.results(ctx, a, found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        family, found = ctx.family, dict[str, Any]()
+        needs = family.Call(*ctx.needs_input_grad[2:])
+        if any(dy is not None for dy in grads):
+            a = family.Call(*ctx.saved_tensors, *ctx.options)
+            flags = needs.q_weight or needs.k_weight, needs.q_bias or needs.k_bias
+            found = family.gradients(ctx, a, grads, flags)
+        pairs = zip(needs._fields, needs, strict=True)
+        return None, None, *(found.get(name) if needed else None for name, needed in pairs)
+
+
 class Heads(Family):
     """One forward operator, of q and k or of the tensor that holds them."""
+
+    node = HeadNorms
 
     def without_statistics(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return found if len(found) > 1 else (*found, found[0].new_empty(0))
@@ -178,37 +207,6 @@ class Heads(Family):
         return dict(zip(names, found, strict=False))
 
 
-class HeadNorms(autograd.Function):
-    """What a call gives: q's result, k's where it is there, of a packed one also v."""
-
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, family: Any, *args: Any) -> Any:
-        a, operator = family.Call(*args), family.plain
-        with autograd.lower_levels():
-            found = autograd.redispatch(operator, keyset, *args) if keyset else operator(*args)
-        ctx.set_materialize_grads(False)
-        # A rotation alone does not need what it rotates for its backward.
-        cos = a._fields.index("cos")
-        tensors = a[:cos] if a.statistic is not None else [None] * cos
-        ctx.save_for_backward(*tensors, a.cos, a.sin)
-        ctx.family, ctx.options = family, a[cos + 2 :]
-        return family.results(ctx, a, found)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        family, found = ctx.family, dict[str, Any]()
-        needs = family.Call(*ctx.needs_input_grad[2:])
-        if any(dy is not None for dy in grads):
-            a = family.Call(*ctx.saved_tensors, *ctx.options)
-            flags = needs.q_weight or needs.k_weight, needs.q_bias or needs.k_bias
-            found = family.gradients(ctx, a, grads, flags)
-        pairs = zip(needs._fields, needs, strict=True)
-        return None, None, *(found.get(name) if needed else None for name, needed in pairs)
-
-
-Heads.node = HeadNorms
-
-
 # ---- vmap: the batch is part of the first dimension. Parameters and angles of samples are served
 # ---- one by one.
 
@@ -245,11 +243,8 @@ def check(a: Any) -> None:
         name, prefix = (q, "") if a.k is None else (side, f"{side}_")
         arguments.check_tensor(name, x)
         if x.dim() != 4:
-            expected = (
-                "of four dimensions, (batch, positions, heads, columns) or with seq_dim=2 (batch, "
-                "heads, positions, columns)"
-            )
-            raise arguments.shape_error(name, expected, x)
+            order = "positions, heads" if a.seq_dim == 1 else "heads, positions"
+            raise arguments.shape_error(name, f"of shape (batch, {order}, columns)", x)
         arguments.check_device(name, x, "q", a.q)
         if x.dtype != a.q.dtype:
             given = f"{name_of(a.q.dtype)}, got {name_of(x.dtype)}"
@@ -274,7 +269,7 @@ def check(a: Any) -> None:
         raise ValueError("expected k beside k_weight and k_bias, got none")
     if a.weight_offset != 0 and a.statistic is None:
         raise ValueError(f"expected no weight_offset beside statistic None, got {a.weight_offset}")
-    arguments.check_statistic("rms", a.weight_offset, a.q_weight)
+    arguments.check_finite("weight_offset", a.weight_offset)
     _check_angles(a, q)
 
 

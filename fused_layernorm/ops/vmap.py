@@ -42,7 +42,7 @@ def one_by_one(operator: Any, info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def vmap_of(
-    operator: OpOverload, formula: Callable[..., Any], family: Any, always: bool = False
+    family: Any, operator: OpOverload, formula: Callable[..., Any], always: bool = False
 ) -> Callable[..., Any]:
     """The rule of an operator. formula: the same of parameters that broadcast; with `always` it
     takes every call."""
