@@ -66,7 +66,6 @@ def facts() -> dict[str, Any]:
         "compiled_for": archs,
         "devices": devices,
         "kernels_used": any(device["runs"] for device in devices),
-        "norms": ["LayerNorm", "RMSNorm", "GroupNorm"],
         "driver_problem": load.operators._driver_problem() or None,
         "autograd": {
             "language": "C++" if autograd_library.active else "Python",
@@ -99,9 +98,7 @@ def report(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("compiled with", facts["compiled_with"]),
         ("compiled for", in_words(archs) if archs else "CPU only"),
         *(devices or [("devices", "torch sees no CUDA device")]),
-        ("norms", ", ".join(facts["norms"])),
         ("CUDA kernels", kernels),
-        ("CPU tensors", "take PyTorch's own operators"),
         ("autograd", f"in {autograd['language']}: {autograd['reason']}"),
         ("override_aten", "active" if facts["override_aten"] else "not active"),
     ]

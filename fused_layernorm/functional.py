@@ -338,7 +338,7 @@ def _given(residual: Tensor) -> Tensor:
     return residual
 
 
-def norm_gated(a: GatedArguments) -> Tensor:
+def norm_gated(a: GatedArguments) -> Any:
     """A gated norm; its group_size is what a user gives."""
     a = a._replace(group_size=arguments.check_group_size(a.group_size, None))
     if is_compiling():
@@ -347,11 +347,10 @@ def norm_gated(a: GatedArguments) -> Tensor:
         x = a.input
         if x.dim() and choice.choice_of(x, a.group_size or x.shape[-1], "GATED") != "KERNEL":
             return VARIANTS[RMS_NORM_GATED.plain](*a)
-    found: Tensor = call(RMS_NORM_GATED, a)
-    return found
+    return call(RMS_NORM_GATED, a)
 
 
-def norm_in_groups(a: Arguments, group_size: Any, normalized_shape: Any, dim: Any) -> Tensor:
+def norm_in_groups(a: Arguments, group_size: Any, normalized_shape: Any, dim: Any) -> Any:
     """An RMSNorm that is described, over groups of columns: these are the rows of a norm, whose
     result PyTorch multiplies by a weight of all columns."""
     arguments.check_tensor("input", a.input)
@@ -365,8 +364,7 @@ def norm_in_groups(a: Arguments, group_size: Any, normalized_shape: Any, dim: An
     size = arguments.check_group_size(group_size, input.shape[-1])
     rows = input.unflatten(-1, (input.shape[-1] // size, size))
     if a.weight is None and a.bias is None:
-        found: Tensor = run(a._replace(input=rows, out_dtype=a.y_dtype))
-        return found.flatten(-2)
+        return run(a._replace(input=rows, out_dtype=a.y_dtype)).flatten(-2)
     acc = acc_dtype(input.dtype)
     xhat = run(describe(rows, eps=a.eps, out_dtype=acc, statistic="rms")).flatten(-2)
     if a.rounds_xhat:

@@ -108,7 +108,7 @@ def ada_group_norm(
     return _run(input, num_groups, shift, scale, weight, bias, eps, activation, 1.0, out_dtype)
 
 
-def _run(input: Tensor, num_groups: Any, *others: Any) -> Tensor:
+def _run(input: Tensor, num_groups: Any, *others: Any) -> Any:
     arguments.check_tensor("input", input)
     num_groups = arguments.check_count("num_groups", num_groups, RuntimeError)
     a = GroupArguments(input, num_groups, *others)
@@ -118,8 +118,7 @@ def _run(input: Tensor, num_groups: Any, *others: Any) -> Tensor:
             f"expected more than one value in a group, got input of shape {[*input.shape]} and "
             f"num_groups {num_groups}"
         )
-    found: Tensor = calls.call(GROUP_NORM, a)
-    return found
+    return calls.call(GROUP_NORM, a)
 
 
 def has_one_value(x: Tensor, num_groups: int) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import calls, modules
+from .ops import arguments
 from .ops.operators import describe
 
 
@@ -36,8 +37,7 @@ class _Slot(modules.Norm):
              zero_centered_gamma),
             ("config.memory_efficient_layer_norm", False, option("memory_efficient_layer_norm")),
         ):  # fmt: skip
-            if given not in (expected, None):
-                raise ValueError(f"expected {what} {expected!r}, got {given!r}")
+            arguments.check_choice(what, expected if given is None else given, (expected,))
         super().__init__(hidden_size, eps)
         self.config, self.weight_offset = config, float(of_zero)
         self.reset_parameters()
@@ -83,7 +83,5 @@ class FusedNorm:
 
     def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
         classes: Any = {"LayerNorm": FusedLayerNorm, "RMSNorm": FusedRMSNorm}
-        if (name := config.normalization) not in classes:
-            names = " or ".join(map(repr, classes))
-            raise ValueError(f"expected config.normalization {names}, got {name!r}")
-        return classes[name](config, *args, **kwargs)
+        arguments.check_choice("config.normalization", config.normalization, tuple(classes))
+        return classes[config.normalization](config, *args, **kwargs)

@@ -18,7 +18,7 @@ _in_force: Counter[str] = Counter()  # overrides in force, by dispatch key
 
 
 class AtenOverride:
-    """The handle of `override_aten`: `undo()` ends the override, and so does leaving a `with`."""
+    """The handle of `override_aten`."""
 
     def __init__(self, key: str, in_force: bool) -> None:
         self._key = key
@@ -54,14 +54,10 @@ def override_aten() -> AtenOverride:
     `torch.ops.aten.native_layer_norm`. Code that `torch.compile` compiles does not reach these
     functions: swap the modules there.
 
-    Returns a handle, to be used in either way::
+    Returns a handle, whose ``undo()`` ends the override, as leaving a ``with`` of it does::
 
         with fused_layernorm.override_aten():
             model(x)
-
-        handle = fused_layernorm.override_aten()
-        model(x)
-        handle.undo()
 
     Overrides may begin and end in any order and from any thread, also while other threads compute;
     when the last one ends, PyTorch's kernels run again. A call that has begun ends as it began.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ..ops.arguments import name_of
+from ..ops import arguments
 from . import rules
 
 try:
@@ -47,8 +47,7 @@ def backend(
         if name.startswith("fused_layernorm."):
             raise ValueError(f"expected an option of {list(OPTIONS)} or of Inductor, got {name!r}")
     for name, value in ours.items():
-        if value not in OPTIONS[name]:
-            raise ValueError(f"expected {name!r} to be one of {OPTIONS[name]}, got {value!r}")
+        arguments.check_choice(repr(name), value, OPTIONS[name])
     then = ours["fused_layernorm.then"]
     if then == "eager" and (inductors or mode not in (None, "default")):
         given = ", ".join(map(repr, [*inductors, *([mode] if mode else [])]))
@@ -101,8 +100,7 @@ def fuse(
 
 
 def _run(graph_module: GraphModule, then: str, deterministic: bool) -> list[Any]:
-    if then not in _THEN:
-        raise ValueError(f"expected then to be one of {_THEN}, got {then!r}")
+    arguments.check_choice("then", then, _THEN)
     from . import graph_pass  # late, for it imports much that most programs do not need
 
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
@@ -134,7 +132,7 @@ class Explanation:
             operator += ', "rms"' * (row.statistic == "rms" and row.operator is not None)
             operator += f" [{','.join(marks)}]" * bool(marks)
             shape, fused = " x ".join(map(str, row.shape)), ", ".join(row.fused) or "-"
-            named = (row.where or row.name, shape, name_of(row.dtype), row.form)
+            named = (row.where or row.name, shape, arguments.name_of(row.dtype), row.form)
             table.append((*named, fused, operator))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]

@@ -111,12 +111,11 @@ def _show_stock(graph_module: nn.Module) -> None:
         graph_module.get_submodule(parent)._modules[attribute] = shown[module]
 
 
-def _tell(module: str, register: Callable[[], None]) -> None:
-    after_import(module, register, f"{module} is not told of fused_layernorm")
-
-
-for _tool in _TABLES:
-    _tell(_tool, _enter_all)
-_tell("fvcore.nn.flop_count", _register_with_fvcore)
-_tell("torch.ao.quantization.quantize_fx", _register_with_fx_quantization)
+_TOLD: dict[str, Callable[[], None]] = {
+    **dict.fromkeys(_TABLES, _enter_all),
+    "fvcore.nn.flop_count": _register_with_fvcore,
+    "torch.ao.quantization.quantize_fx": _register_with_fx_quantization,
+}
+for _module, _register in _TOLD.items():
+    after_import(_module, _register, f"{_module} is not told of fused_layernorm")
 classes.told_of_classes.append(_enter)

@@ -91,12 +91,7 @@ def _float32_without_bias(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _in_promoted_dtype(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    autocast_widens: bool,
-    dim: int | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, autocast_widens: bool, dim: int | None
 ) -> Tensor:
     """A layer norm that a library writes out: the result has the dtype of x * weight + bias.
 

@@ -156,17 +156,11 @@ def pe_audio(self: Any, x: Tensor, padding_mask: Any = None) -> Tensor | None:
 
 
 def modulated(
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    scale: Tensor,
-    shift: Tensor,
-    activation: str | None,
+    x: Tensor, norm: tuple[Any, ...], scale: Tensor, shift: Tensor, activation: str | None
 ) -> Tensor | None:
-    """activation(group_norm(x) * (1 + scale) + shift), if the kernels compute it, and the library
-    would give the result in the norm's dtype."""
+    """activation(group_norm(x, *norm) * (1 + scale) + shift), if the kernels compute it, and the
+    library would give the result in the norm's dtype."""
+    num_groups, weight, bias, eps = norm
     if not _is_supported(eps, x, weight, bias) or not stock.are_supported(x, scale, shift):
         return None
     if has_one_value(x, num_groups) or any(
@@ -187,9 +181,10 @@ def _modulated(
 ) -> Tensor:
     """Modulated by scale and shift, one behind the other in these numbers of channels."""
     scale, shift = numbers.chunk(2, dim=1)
-    y = modulated(as_pytorch_reads(x), num_groups, None, None, eps, scale, shift, activation)
+    norm = (num_groups, None, None, eps)
+    y = modulated(as_pytorch_reads(x), norm, scale, shift, activation)
     if y is None:
-        y = activate(F.group_norm(x, num_groups, eps=eps) * (1 + scale) + shift, activation)
+        y = activate(F.group_norm(x, *norm) * (1 + scale) + shift, activation)
     return y
 
 
@@ -207,8 +202,7 @@ def kandinsky3(self: Any, x: Tensor, context: Tensor, activation: str | None = N
     if not stock.has_kernels(x) or norm.weight is not None or must_be_called(norm):
         return None
     numbers = self.context_mlp(context)
-    for _ in x.shape[2:]:
-        numbers = numbers.unsqueeze(-1)
+    numbers = numbers.reshape(*numbers.shape, *[1] * (x.dim() - 2))
     return _modulated(x, norm.num_groups, norm.eps, numbers, activation)
 
 

@@ -49,8 +49,8 @@ def _modulated(self: Any, act: Any, norm: Any, x: Any, scale: Any, shift: Any) -
     """act(norm(x) * (1 + scale) + shift)"""
     activation, y = _fused_activation(self, act, norm, x), None
     if activation is not None and is_plain_group_norm(norm) and stock.are_supported(x):
-        options = (norm.num_groups, norm.weight, norm.bias, norm.eps, scale, shift, activation)
-        y = groups.modulated(_in_order(self, x), *options)
+        of = (norm.num_groups, norm.weight, norm.bias, norm.eps)
+        y = groups.modulated(_in_order(self, x), of, scale, shift, activation)
     return act(norm(x) * (1 + scale) + shift) if y is None else y
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from . import source
-from .classes import Forward, Known, made_class
+from .classes import Known, made_class
 from .source import Part
 
 Rules = Mapping[str, Callable[[Any], Any]]
@@ -189,18 +189,13 @@ def names_in(cls: type[nn.Module]) -> tuple[str, ...]:
     return getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
-# Gives the forward of a class, what was read beside it, and members of the swapped class; or says
-# why there is none.
-Remade = tuple[Forward, tuple[Part, ...], dict[str, Any]]
-Remake = Callable[[source.Decorated], "Remade | str | None"]
-
-
 def remade(
-    cls: type[nn.Module], known: Known, class_of: Callable[..., Any], remake: Remake
+    cls: type[nn.Module], known: Known, class_of: Callable[..., Any], remake: Callable[..., Any]
 ) -> type[nn.Module] | str | None:
     """The subclass whose forward `remake` gives, or the reason why there is none.
 
-    `class_of` finds it again where a module is unpickled.
+    class_of: finds it again where a module is unpickled. remake: gives of a source.Decorated the
+    forward, what was read beside it, and members of the class; or says why there is none.
     """
     outer = cls.forward
     try:

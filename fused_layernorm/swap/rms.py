@@ -293,9 +293,9 @@ def _is_over_channels(x: Any, weight: Any, *, half: bool) -> bool:
 def timm_2d(self: Any, x: Tensor, wide: bool = False) -> Tensor | None:
     """In half precision RmsNorm2d rounds at every step, or autocast decides where it does."""
     weight, is_fast = self.weight, not wide and self._fast_norm
-    if is_fast or not _is_over_channels(x, weight, half=wide) or x.dim() != 4:
+    if is_fast or not _is_over_channels(x, weight, half=wide):
         return None
-    if len(self.normalized_shape) != 1:
+    if x.dim() != 4 or len(self.normalized_shape) != 1:
         return None
     if weight is not None and weight.shape != x.shape[1:2]:
         return None
@@ -373,8 +373,7 @@ def liger_layer_norm(self: Any, hidden_states: Tensor) -> Tensor | None:
     x, weight, bias = hidden_states, self.weight, self.bias
     if type(x) is not Tensor or not has_kernels(x) or weight is None or bias is None:
         return None
-    if weight.shape != x.shape[-1:] or bias.dtype is not weight.dtype:
-        return None
-    if (x.dtype, weight.dtype) not in OF_X:
+    fits = weight.shape == x.shape[-1:] and (x.dtype, weight.dtype) in OF_X
+    if not fits or bias.dtype is not weight.dtype:
         return None
     return layer_norm(x, weight, bias, self.variance_epsilon, out_dtype=x.dtype)
