@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two builds of the kernels side by side: is any case slower than it was, or than eager PyTorch?
 
-    python -m benchmarks.compare --old OLD --new NEW [--eager] [--ops "rms_*,add_*"]
-        [--dtypes bf16,fp16] [--cases 8192x,per-token] [--limit-seconds 480]
+    python -m benchmarks.compare --old OLD --new NEW [--eager] [--cases 8192x,per-token]
+        [--limit-seconds 480]
 
 OLD and NEW are each a library (libfused_layernorm.so), a folder that has one, or a wheel. One
 process loads both, each in a namespace of its own, and calls their raw operators on the same
@@ -21,7 +21,6 @@ holds all results.
 from __future__ import annotations
 
 import faulthandler
-import fnmatch
 import os
 import re
 import statistics
@@ -36,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import providers, results, sweep, timing
-from benchmarks.cases import CASES, SHORT_NAMES, Case, the_list
+from benchmarks.cases import CASES, Case, the_list
 from benchmarks.ours import make_inputs, missing_operator, ours
 
 ROUNDS, AGAIN = 8, 20  # rounds of a case, and of its second measurement if it looked slower
@@ -56,15 +55,11 @@ class Job(NamedTuple):
         return self.case.name.replace("forward", "forward+stats" if self.statistics else "forward")
 
 
-def jobs_of(cases: Iterable[Case], ops: str = "*", dtypes: str = "", part: str = "") -> list[Job]:
-    """The jobs of the cases that the filters leave, each a list with commas: patterns of operators;
-    dtypes of x or all of a case's, as its name has them ("bf16+fp32"); parts of names."""
-    types = {SHORT_NAMES.get(name, name) for name in dtypes.split(",")}
+def jobs_of(cases: Iterable[Case], parts: str = "") -> list[Job]:
+    """The jobs of the cases whose names have one of these parts, which commas separate."""
     jobs = []
     for case in cases:
-        if (any(fnmatch.fnmatch(case.op, pattern) for pattern in ops.split(","))
-                and (not dtypes or not types.isdisjoint((case.dtype, case.types)))
-                and any(one in case.name for one in part.split(","))):  # fmt: skip
+        if any(one in case.name for one in parts.split(",")):
             jobs.append(Job(case))
             if not case.backward and "x" in case.family.inputs and case in CASES:
                 jobs.append(Job(case, statistics=True))
@@ -240,8 +235,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--old", type=Path, required=True)
     parser.add_argument("--new", type=Path, required=True)
     parser.add_argument("--eager", action="store_true", help="time eager PyTorch too")
-    parser.add_argument("--ops", default="*", help='patterns of operators: "rms_*,add_backward"')
-    parser.add_argument("--dtypes", default="", help='"bf16,float32,bf16+fp32"')
     parser.add_argument("--cases", default="", help='parts of names: "8192x,per-token"')
     parser.add_argument("--page", action="store_true", help="the benchmark page's cases alone")
     parser.add_argument("--sweep", type=int, default=0, help="so many points of the sweep too")
@@ -254,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
     start = time.monotonic()
     cases = [*(CASES if arguments.page else the_list()), *sweep.points()[: arguments.sweep],
              *sweep.group_points()[: arguments.sweep_groups]]  # fmt: skip
-    jobs = jobs_of(cases, arguments.ops, arguments.dtypes, arguments.cases)
+    jobs = jobs_of(cases, arguments.cases)
     if not jobs:
         parser.error("no case is left by these filters")
     sides: list[Side] = []

@@ -196,18 +196,16 @@ def text(rows: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = results.parser("kernelbench", __doc__, seconds=540)
     parser.add_argument("--problems", help='names or beginnings: "2/3,3/"')
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
     turns.add_arguments(parser, jobs=6)
     arguments = parser.parse_args(argv)
     names = results.chosen("problem", arguments.problems, PROBLEMS)
     require_kernels()
     if arguments.lock is not None:  # the process of one problem
         torch.backends.cudnn.allow_tf32 = False
-        row = measure(names[0], arguments.rounds, arguments.lock)
-        results.write(arguments.output, {"rows": [row]})
+        results.write(arguments.output, {"rows": [measure(names[0], ROUNDS, arguments.lock)]})
         return 0
-    calls = {name: ["--problems", name, "--rounds", str(arguments.rounds)] for name in names}
-    part = turns.collect(parser.prog, calls, arguments.jobs, arguments.budget_seconds)
+    calls = {name: ["--problems", name] for name in names}
+    part = turns.collect("benchmarks.kernelbench", calls, arguments.jobs, arguments.budget_seconds)
     rows, skipped = part["rows"], part["skipped"]
     print("\n".join([text(rows) if rows else "", *(f"left out: {line}" for line in skipped)]))
     if arguments.add or not arguments.problems:

@@ -4,6 +4,7 @@
     python -m benchmarks.models
     python -m benchmarks.models --models BERT --variants eager,compiled,swap_compiled
     python -m benchmarks.models --models dit,flux --modes inference --seconds 3 --add
+    python -m benchmarks.models --again       what the results file has, in the variants that it has
 
 benchmarks/networks.py has the table of the models, benchmarks/variants.py that of what is done with
 each, in half precision, in a training step (forward, backward, SGD; float32 weights under autocast,
@@ -192,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variants", default=",".join(USUAL), help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--modes", help=f"of {', '.join(MODES)}")
     parser.add_argument("--seconds", type=float, default=4, help="of turns, a model and mode")
+    parser.add_argument("--again", action="store_true", help="as in the results file")
     turns.add_arguments(parser, jobs=24)
     arguments = parser.parse_args(argv)
     names = results.chosen("model", arguments.models, MODELS)
@@ -207,9 +209,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
 
     # --models is split at commas. No other name contains this one's text before its comma.
+    path = arguments.output or results.default_path(torch.cuda.get_device_name())
+    old = results.read(path).get("models", {})
+    rows = [(row["model"], row["mode"], row["variant"]) for row in old.get("rows", [])]
+    every = [(name, mode, variant) for name in names for mode in MODELS[name].modes
+             for variant in variants if mode in modes]  # fmt: skip
+    chosen = [one for one in rows if one[0] in names] if arguments.again else every
     calls = {f"{name}, {mode}": ["--models", name.split(",")[0], "--modes", mode, "--variants",
-                                 ",".join(variants), "--seconds", str(arguments.seconds)]
-             for name in names for mode in modes if mode in MODELS[name].modes}  # fmt: skip
+                                 ",".join(v for n, m, v in chosen if (n, m) == (name, mode)),
+                                 "--seconds", str(arguments.seconds)]
+             for name, mode, _ in chosen}  # fmt: skip
     found = turns.collect("benchmarks.models", calls, arguments.jobs, arguments.budget_seconds)
     part = {**results.stamp(), **found}
     if importlib.util.find_spec("liger_kernel") is None:
@@ -218,10 +227,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\n".join(report.models({"models": part})))
     # A run of a part writes a results file only with --output or --add.
     full = not arguments.models and len(modes) == len(MODES) and variants == USUAL
-    path = arguments.output or results.default_path(torch.cuda.get_device_name())
     if arguments.output or arguments.add or full:
-        old = results.read(path).get("models", {}) if arguments.add else {}
-        results.update({"models": merged(old, part)}, path)
+        results.update({"models": merged(old if arguments.add else {}, part)}, path)
 
 
 if __name__ == "__main__":

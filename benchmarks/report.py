@@ -234,7 +234,7 @@ def steps_table(report: Report, steps: list[Step]) -> str:
 
 
 def frameworks_table(report: Report) -> str:
-    shown = ("eager", "swap_neighbours", "liger", "liger_swap", "liger_rest_swap")
+    shown = ("eager", "swap_neighbours", "liger", "liger_rest_swap")
     form, body = "{wall_ms:.1f} ({device_ms:.1f}; {peak_gib:.1f})", []
     for (name, mode), rows in variants_of(report).items():
         if mode == "training" and "liger" in rows:

@@ -6,8 +6,8 @@
     python -m benchmarks.run --ops backward --rows 32768x --providers ours,eager
 
 A full run times every case with every provider, the call overhead and a training step of the
-module, prints the table and writes benchmarks/results/<device>.json. A run of a part writes a file
-only where --output names one: numbers of two runs never stand in one table.
+module, prints the table and writes benchmarks/results/<device>.json. A part is written with
+--output or --add alone: the numbers of a row are of one run.
 """
 
 from __future__ import annotations
@@ -63,12 +63,6 @@ def precompile_case(case: Case) -> None:
     torch.cuda.empty_cache()
 
 
-def time_case(case: Case, name: str, seconds: float) -> float | None:
-    """Device microseconds of one provider's call; None where it has no such operator."""
-    calls = providers.PROVIDERS[name](case, make_inputs(case))
-    return None if calls is None else timing.graph_time(calls, case.bytes, seconds=seconds)
-
-
 @torch.no_grad()
 def run_cases(
     cases: list[Case], names: list[str], end: float, seconds: float
@@ -88,13 +82,14 @@ def run_cases(
                 copy_us = copy_time(case.rows, case.cols, case.torch_dtype, seconds=seconds)
                 row["copy_us"] = round(copy_us, 3)
             try:
-                us = time_case(case, name, seconds)
+                calls = providers.PROVIDERS[name](case, make_inputs(case))
+                us = calls and timing.graph_time(calls, case.bytes, seconds=seconds)
             except Exception as problem:
                 skipped.append(f"{name}: {case.name}: {sentence(problem)}")
                 if name != "ours":
                     row[f"{name}_us"] = None  # it was tried, and failed
             else:
-                if us is not None:
+                if isinstance(us, float):  # else it has no such operator
                     row[f"{name}_us"] = round(us, 3)
             if case.tensor_bytes > 1 << 28:
                 gc.collect()
@@ -109,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--providers", help="comma-separated; all that are installed if not given")
     parser.add_argument("--ops", help=f"comma-separated: {', '.join(OPS)}")
     parser.add_argument("--rows", help='part of a case\'s name, e.g. "32768x1024" or "float32"')
-    parser.add_argument("--no-compile", action="store_true", help="without slow torch.compile")
+    parser.add_argument("--add", action="store_true", help="the part, in the results file")
     parser.add_argument("--quick", action="store_true", help="ours only, shorter measurements")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1),
                         help="processes that compile ahead; 0 for none")  # fmt: skip
@@ -118,12 +113,10 @@ def main(argv: list[str] | None = None) -> None:
     built = require_kernels()
     known, problems = providers.available()
     chosen = arguments.providers or ("ours" if arguments.quick else None)
-    names = [name for name in results.chosen("provider that is installed", chosen, known)
-             if not (arguments.no_compile and name == "compile")]  # fmt: skip
+    names = results.chosen("provider that is installed", chosen, known)
     ops = results.chosen("operator", arguments.ops, OPS)
     cases = [case for case in CASES if case.op in ops and (arguments.rows or "") in case.name]
-    full = not (arguments.providers or arguments.no_compile or arguments.quick or arguments.ops
-                or arguments.rows)  # fmt: skip
+    full = not (arguments.providers or arguments.quick or arguments.ops or arguments.rows)
     end = time.monotonic() + arguments.budget_seconds
     seconds = 0.01 if arguments.quick else 0.03
 
@@ -144,9 +137,13 @@ def main(argv: list[str] | None = None) -> None:
             measured["skipped"].append(f"overhead: {sentence(problem)}")
 
     say("\n" + summary(measured))
-    if arguments.output or full:
+    if arguments.output or arguments.add or full:
         path = arguments.output or results.default_path(measured["device"])
         old = results.read(path)  # of which the parts stay that have a stamp of their own
+        if arguments.add and old.get("csrc_sha256") == measured["csrc_sha256"]:
+            rows = {results.case_of(row).name: row for row in [*old["rows"], *measured["rows"]]}
+            measured["rows"] = [rows[case.name] for case in CASES if case.name in rows]
+            measured["skipped"] = [*dict.fromkeys([*old["skipped"], *measured["skipped"]])]
         own = ("sweep", "sweep_compile", "models", "kernelbench", *overhead.PARTS)
         kept = {key: old[key] for key in own if key in old and key not in measured}
         results.write(path, {**measured, **kept})

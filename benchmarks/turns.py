@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import functools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 @contextlib.contextmanager
@@ -46,11 +49,13 @@ def collect(
 ) -> dict[str, list[Any]]:
     """Runs `python -m module` with the arguments of each call and with "--output" and "--lock".
 
-    At most `jobs` processes run at a time, and after `seconds` they are killed. Returns "rows" and
-    "skipped" of the files that they wrote, in the order of the calls; a call that gave no file adds
-    a line. A process's output is shown when it has ended.
+    At most `jobs` run at a time, the GPUs in turns, and after `seconds` they are killed. Returns
+    "rows" and "skipped" of the files that they wrote, in the order of the calls; a call that gave
+    none adds a line. A process's output is shown when it has ended.
     """
     start = time.monotonic()
+    every = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(jobs, 1)) as pool:
 
         def one(numbered: tuple[int, list[str]]) -> dict[str, list[Any]] | str:
@@ -63,7 +68,9 @@ def collect(
             try:
                 ended = subprocess.run(
                     [sys.executable, "-m", module, *call, *files], timeout=left, check=False,
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                    env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]},
+                )  # fmt: skip
             except subprocess.TimeoutExpired:
                 return "no time: it was killed"
             said = f"{time.monotonic() - start:.0f} s: {' '.join(call)}"

@@ -106,8 +106,6 @@ VARIANTS: dict[str, Variant] = {
         'backend="fused_layernorm", with CUDA graphs', call=_fused(mode="reduce-overhead"),
         usual=False),
     "liger": Variant("Liger", liger, **_liger),
-    "liger_swap": Variant(
-        "Liger, then swapped", functools.partial(liger, swapped=True), **_liger),
     "liger_rest_swap": Variant(
         "Liger without norms and rotations, then swapped",
         functools.partial(liger, swapped=True, rms_norm=False, rope=False), **_liger),

@@ -20,7 +20,7 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("no benchmarks beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks import compare, ours, overhead, providers, report, results, sweep, timing
+from benchmarks import compare, ours, overhead, providers, report, results, run, sweep, timing
 from benchmarks.cases import CASES, Case, parse_case, the_list
 from benchmarks.families import OPS
 from benchmarks.turns import collect
@@ -53,7 +53,6 @@ def test_bytes_are_the_least_that_must_move(text, row, once):
 def test_cases_and_their_texts():
     assert {case.op for case in CASES if case.target is not None} == {*OPS}
     assert all(0.3 < (case.target or 0.5) < 1.4 for case in CASES)
-    assert len({case.name for case in CASES}) == len(CASES)
     for case in (*CASES, *sweep.points()[:50]):
         assert parse_case(case.name) == results.case_of(results.row_of(case)) == case
     mixed = Case("backward", (5, 7), "bfloat16", weight_dtype="float32", out_dtype="float32")
@@ -214,10 +213,7 @@ def test_compare_takes_a_part_of_the_list():
     assert len({case.name for case in cases}) == len(cases)
     assert {*CASES} < {*cases}
     assert max(case.tensor_bytes for case in cases) == 1 << 30
-    some = compare.jobs_of(cases, "rms_*,add_forward", "bf16,fp16+fp32", "x4096 ,x768 ")
-    assert {job.case.op for job in some} == {"rms_forward", "rms_backward", "add_forward"}
-    assert {job.case.dtype for job in some} == {"bfloat16"}
-    assert {job.case.cols for job in some} == {4096, 768}
+    assert {job.case.cols for job in compare.jobs_of(cases, "x4096 ,x768 ")} == {4096, 768}
     points = sweep.group_points()
     assert len({case.name for case in points}) == 300
     assert points[:9] == sweep.group_points(9)
@@ -243,6 +239,18 @@ case = cases.parse_case("8x8 fp32 forward")
 assert ours.missing_operator(case, namespace="no_such_build") == "layer_norm"
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_a_part_is_added_to_results_of_its_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "require_kernels", str)
+    monkeypatch.setattr(timing, "warm_up_device", int)
+    monkeypatch.setattr(results, "machine", lambda: dict.fromkeys(("device", "driver", "torch")))
+    monkeypatch.setattr(run, "run_cases", lambda cases, *_: ([*map(results.row_of, cases)], ["-"]))
+    for op in ("rms_forward", "forward"):
+        run.main(["--add", f"--ops={op}", "--providers=ours", f"--output={tmp_path}/file"])
+    found = results.read(tmp_path / "file")
+    rows = [results.row_of(one) for one in CASES if one.op in ("forward", "rms_forward")]
+    assert (found["rows"], found["skipped"].count("-")) == (rows, 1)
 
 
 def test_overhead_measures_steps_and_device_times(on_cpu, monkeypatch):
