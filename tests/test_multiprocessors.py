@@ -70,7 +70,7 @@ def test_margins_that_cannot_be():
             fl.sm_margin(n)  # type: ignore[arg-type]
     # torch 2.15 makes a RuntimeError of an operator's std::invalid_argument, others a ValueError.
     refused = pytest.raises((RuntimeError, ValueError), match="fewer multiprocessors than the 132")
-    with refused, fl.sm_margin(132):  # which is restored behind an error
+    with refused, margin._margin(132):  # which is restored behind an error
         current()
     assert current() == 0
 
