@@ -27,8 +27,7 @@ def test_prints_what_is_installed():
     assert lines["override_aten"] == "not active"
     language = "C++" if autograd_library.active else "Python"
     assert lines["autograd"] == f"in {language}: {autograd_library.reason}"
-    found = facts()
-    assert len(found["devices"]) == torch.cuda.device_count()
+    assert len((found := facts())["devices"]) == torch.cuda.device_count()
     build_info = torch.ops.fused_layernorm._build_info()
     if build_info == "cpu only":
         assert (found["compiled_with_cuda"], found["compiled_for"]) == (None, [])
