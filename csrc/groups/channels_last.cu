@@ -1,126 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Groups of channels_last: a tile has all channels of some positions, or one slice of them. A
 // thread has a vector of channels at every `rows`-th position of its tile.
-#include <type_traits>
-
+#include "groups/channels_last.cuh"
 #include "groups/launches.h"
-#include "groups/parts.cuh"
 
 namespace fused_layernorm {
 namespace {
-
-// A thread's place in its block's tile.
-struct LastThread {
-  int64_t sample;
-  int tile, slice, column, row;
-  int first_channel, channels;  // of the slice
-  int positions;                // of the tile
-  int count;                    // of this thread's positions
-  int64_t begin;                // this thread's first element
-  int step;                     // elements from one of its positions to the next
-
-  // `number`: of all slices of tiles.
-  FUSED_DEVICE LastThread(const GroupPlan& plan, const GroupParams& p, int width, uint32_t number) {
-    const uint32_t all = number / plan.slices, of_samples = all / plan.tiles;
-    slice = static_cast<int>(number - all * plan.slices);
-    tile = static_cast<int>(all - of_samples * plan.tiles);
-    sample = of_samples;
-    row = threadIdx.x / plan.columns;
-    column = threadIdx.x - row * plan.columns;
-    first_channel = slice * plan.columns * width;
-    channels = min(plan.columns * width, p.channels - first_channel);
-    positions = positions_of(plan, p, tile);
-    const bool works = row < plan.rows && column * width < channels;
-    count = works ? (positions - row + plan.rows - 1) / plan.rows : 0;
-    begin = (sample * p.positions + int64_t{tile} * plan.tile_positions + row) * p.channels +
-            first_channel + column * width;
-    step = plan.rows * p.channels;
-  }
-  // The positions of the threads in a row.
-  FUSED_DEVICE int count_of(int its_row, const GroupPlan& plan) const {
-    return (positions - its_row + plan.rows - 1) / plan.rows;
-  }
-};
-
-// A thread's vectors, kVecs positions at a time. The first ones are asked for at once.
-template <typename V, int kWidth, int kVecs>
-struct LastVectors {
-  Vec<V, kWidth> at[kVecs], now[kVecs];
-  const V* next;
-
-  FUSED_DEVICE LastVectors(const void* from, const LastThread& thread)
-      : next(static_cast<const V*>(from) + thread.begin) {
-    bring(thread, thread.count);
-  }
-  // Makes the vectors that have come the current ones.
-  FUSED_DEVICE void take() { FUSED_UNROLL for (int k = 0; k < kVecs; ++k) now[k] = at[k]; }
-  // Loads the next positions, of which `left` are left.
-  FUSED_DEVICE void bring(const LastThread& thread, int left) {
-    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
-      if (k < left) at[k] = load<Use::kOnce, kWidth>(next);
-      next += thread.step;
-    }
-  }
-};
-
-// Calls use(vectors in the place of each argument at one position) for all positions of a thread.
-template <int kVecs, typename First, typename... Rest>
-FUSED_DEVICE void each_position(const LastThread& thread, const auto& use, First& first,
-                                Rest&... rest) {
-  for (int left = thread.count; left > 0; left -= kVecs) {
-    first.take();
-    (rest.take(), ...);
-    first.bring(thread, left - kVecs);
-    (rest.bring(thread, left - kVecs), ...);
-    FUSED_UNROLL for (int k = 0; k < kVecs; ++k) {
-      if (k < left) use(first.now[k], rest.now[k]...);
-    }
-  }
-}
-
-// The neighbouring lanes that work on one group of a slice: eight or, where threads move single
-// elements and groups are few, a warp. (To choose at run time would cost threads that move vectors
-// two registers that they do not have.)
-template <int kWidth>
-FUSED_DEVICE auto group_lanes(const GroupPlan& plan) {
-  if constexpr (kWidth > 1) {
-    return std::integral_constant<int, 8>();
-  } else {
-    return plan.groups_of_slice > kLastThreads / kWarpSize ? 8 : kWarpSize;
-  }
-}
-
-// Calls use(group, first channel, last channel + 1) for the groups of a slice, the first and the
-// last of which other slices may share. Channels count from the slice's first one, groups from the
-// first that it has. All lanes call use(), for groups that are not there with an empty range.
-template <int kWidth>
-FUSED_DEVICE void each_group(const GroupPlan& plan, const GroupParams& p, const LastThread& thread,
-                             const auto& use) {
-  const int of_group = p.channels_of_group();
-  const int first = thread.first_channel / of_group;
-  const int groups = (thread.first_channel + thread.channels - 1) / of_group - first + 1;
-  const auto lanes = group_lanes<kWidth>(plan);
-  const int at_once = blockDim.x / lanes;
-  for (int from = 0; from < groups; from += at_once) {
-    const int g = from + threadIdx.x / lanes;
-    const int begin = max((first + g) * of_group - thread.first_channel, 0);
-    const int end = min((first + g + 1) * of_group - thread.first_channel, thread.channels);
-    use(g, begin, g < groups ? end : begin);
-  }
-}
-template <typename Value>
-FUSED_DEVICE Value sum_of_lanes(Value v, auto lanes) {
-  for (int offset = 1; offset < lanes; offset *= 2) v += shuffle_xor(v, offset);
-  return v;
-}
-
-// The part of a tile's slice for a group that it has.
-template <typename Acc>
-FUSED_DEVICE Pair<Acc>& group_part(const GroupPlan& plan, const GroupParams& p,
-                                   const LastThread& thread, int group) {
-  const int64_t tile = (thread.sample * plan.tiles + thread.tile) * plan.slices + thread.slice;
-  return pairs_at<Acc>(p, 0)[tile * plan.groups_of_slice + group];
-}
 
 // The moments of each group in a tile.
 template <typename X, int kWidth>
@@ -396,22 +281,12 @@ cudaError_t launch_channels_last(const GroupParams& params, const GroupTypes& ty
         using X = decltype(x);
         using Y = decltype(y);
         const int64_t acc = sizeof(acc_t<X>), numbers = int64_t{plan.columns} * plan.width * acc;
-        Launch tiles = plan;
-        tiles.shared_bytes =
-            static_cast<int>(2 * plan.rows * numbers + (types.backward ? 4 * numbers : 0));
-        const auto measure =
-            types.backward ? last_sums_kernel<X, Y, width()> : last_moments_kernel<X, width()>;
-        cudaError_t error = launch(measure, tiles, stream, plan, params);
-        if (error == cudaSuccess && plan.has_totals) {
-          error = launch_group_totals(params, types, plan, stream);
-        }
-        if (error != cudaSuccess) return error;
-        if (types.backward) tiles.blocks += param_grad_blocks(params);
-        tiles.shared_bytes = static_cast<int>(
+        return launch_tiles(
+            params, types, plan, stream,
+            types.backward ? last_sums_kernel<X, Y, width()> : last_moments_kernel<X, width()>,
+            2 * plan.rows * numbers + (types.backward ? 4 * numbers : 0),
+            types.backward ? last_dx_kernel<X, Y, width()> : last_apply_kernel<X, Y, width()>,
             types.backward ? std::max(5 * numbers, 2 * acc * plan.threads) : 3 * numbers);
-        const auto apply =
-            types.backward ? last_dx_kernel<X, Y, width()> : last_apply_kernel<X, Y, width()>;
-        return launch_early(plan.starts_early, apply, tiles, stream, plan, params);
       });
 }
 

@@ -22,11 +22,26 @@ inline int64_t param_grad_blocks(const GroupParams& p) {
 
 using GroupLaunch = cudaError_t(const GroupParams&, const GroupTypes&, const GroupPlan&,
                                 cudaStream_t);
-// The launches of a call over tiles: one measures them, the totals follow (if has_totals), and one
-// applies these and makes the gradients of parameters.
 GroupLaunch launch_planes, launch_channels_last, launch_group_totals;
 // The launch where blocks hold or share groups; backward, one for parameters follows.
 GroupLaunch launch_held_groups, launch_split_groups;
+
+// The launches of a call over tiles, with so many bytes of shared memory: one measures them, the
+// totals follow (if has_totals), and one applies these and makes the gradients of parameters.
+inline cudaError_t launch_tiles(const GroupParams& params, const GroupTypes& types,
+                                const GroupPlan& plan, cudaStream_t stream, auto measure,
+                                int64_t measure_bytes, auto apply, int64_t apply_bytes) {
+  Launch tiles = plan;
+  tiles.shared_bytes = static_cast<int>(measure_bytes);
+  cudaError_t error = launch(measure, tiles, stream, plan, params);
+  if (error == cudaSuccess && plan.has_totals) {
+    error = launch_group_totals(params, types, plan, stream);
+  }
+  if (error != cudaSuccess) return error;
+  if (types.backward) tiles.blocks += param_grad_blocks(params);
+  tiles.shared_bytes = static_cast<int>(apply_bytes);
+  return launch_early(plan.starts_early, apply, tiles, stream, plan, params);
+}
 
 // Calls then(X{}, Y{}, width) for the types, of x and of y or dy, and the width that kernels are
 // compiled for: kTypesWithKernels has each once with a weight of y's type. Kernels over planes have

@@ -135,18 +135,12 @@ cudaError_t launch_planes(const GroupParams& params, const GroupTypes& types, co
   return dispatch_group_types(types, plan.width, [&](auto x, auto y, auto width) -> cudaError_t {
     using X = decltype(x);
     using Y = decltype(y);
-    Launch tiles = plan;
-    tiles.shared_bytes = types.backward ? planes_shared_bytes<acc_t<X>>(plan, true) : 0;
-    const auto measure =
-        types.backward ? planes_sums_kernel<X, Y, width()> : planes_moments_kernel<X, width()>;
-    cudaError_t error = launch(measure, tiles, stream, plan, params);
-    if (error == cudaSuccess) error = launch_group_totals(params, types, plan, stream);
-    if (error != cudaSuccess) return error;
-    if (types.backward) tiles.blocks += param_grad_blocks(params);
-    tiles.shared_bytes = planes_shared_bytes<acc_t<X>>(plan, false);
-    const auto apply =
-        types.backward ? planes_dx_kernel<X, Y, width()> : planes_apply_kernel<X, Y, width()>;
-    return launch_early(plan.starts_early, apply, tiles, stream, plan, params);
+    return launch_tiles(
+        params, types, plan, stream,
+        types.backward ? planes_sums_kernel<X, Y, width()> : planes_moments_kernel<X, width()>,
+        types.backward ? planes_shared_bytes<acc_t<X>>(plan, true) : 0,
+        types.backward ? planes_dx_kernel<X, Y, width()> : planes_apply_kernel<X, Y, width()>,
+        planes_shared_bytes<acc_t<X>>(plan, false));
   });
 }
 
