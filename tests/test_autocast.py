@@ -75,8 +75,7 @@ WAYS = [None, pytest.param(None, marks=pytest.mark.cpu_operators, id="operators"
 @pytest.mark.parametrize(
     ("kind", "x_dtype", "others", "affine", "dtype"),
     covering([*forms.ALL_NAMES], [F32, *HALF], [F32, *HALF],
-             [(F16, F16), (BF16, BF16), (BF16, F32), (F32, F32)], HALF),
-    ids=ids,
+             [(F16, F16), (BF16, BF16), (BF16, F32), (F32, F32)], HALF), ids=ids,
 )  # fmt: skip
 def test_tensors_of_any_dtypes(device, suffix, kind, x_dtype, others, affine, dtype):
     """Linear layers under autocast make narrow modulations, and nn.LayerNorm takes half-precision

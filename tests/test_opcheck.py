@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from families import BF16, F16, F32, F64, GATED_FORMS, Gated, Packed, of_groups, over_channels
 from forms import Calls, arguments_of, calls_of
 from numerics import EVERY, QUICK, Problem, covering, forced, modulated
+from torch._inductor import lowering
 from torch.library import opcheck
 
 import fused_layernorm as fl
@@ -197,9 +198,10 @@ def test_every_operator_with_a_kernel_has_a_formula():
         defaults = [a.default_value for a in operator._schema.arguments]
         by_default = [a for a, d in zip(args, defaults, strict=True) if d is not None and a == d]
         assert by_default == [], name
-        prefix = f"{load.NAMESPACE}::{load.PREFIX}"
         formula = getattr(ops, load.PREFIX + name).default._schema
-        assert str(formula) == str(operator._schema).replace(f"{load.NAMESPACE}::", prefix)
+        assert str(formula) == str(operator._schema).replace("::", f"::{load.PREFIX}", 1)
+        constraint = lowering.maybe_layout_constraints(operator)  # else Inductor names all options
+        assert constraint is lowering.constrain_to_fx_strides
 
 
 def as_tuple(found):

@@ -25,8 +25,7 @@ _VARIANTS = tuple(VARIANTS[one.plain] for one in FORWARD)
 
 
 def run(a: Arguments, place: int) -> Any:
-    """The call by our operator, at this place of FORWARD, by its aten_ variant, or by PyTorch's own
-    norm."""
+    """The call by our operator (FORWARD[place]), its aten_ variant, or PyTorch's own norm."""
     operator = FORWARD[place]
     arguments.check_types(operator, a)
     choice = "KERNEL" if a.is_modulated else _choice_for(a)

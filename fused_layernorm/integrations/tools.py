@@ -23,8 +23,6 @@ from ..ops.operators import LAYER_NORM, GroupArguments
 from ..swap import classes
 from .after_import import after_import
 
-# ---- Tables by class.
-
 
 class _Quantized:
     """What torch.ao.quantization finds for a class: from_float makes the quantized module."""
@@ -56,9 +54,6 @@ def _enter(stock: type[nn.Module], ours: type[nn.Module]) -> None:
 def _enter_all() -> None:
     for stock, ours in (*classes.PLAIN.items(), *classes.made_classes()):
         _enter(stock, ours)
-
-
-# ---- fvcore.
 
 
 def _register_with_fvcore() -> None:

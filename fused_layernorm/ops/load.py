@@ -44,11 +44,15 @@ layer_norm, gate_backward = operator("layer_norm"), operator("gate_backward")
 # What the other files define and register lives as long as this object.
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
+# Inductor need keep no more of an operand's strides than their order. For all, its default, it names
+# every option in a call, which takes a microsecond longer.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
 
 def define_like(name: str, prefix: str) -> OpOverload:
     """Defines an operator of another's schema, whose name is `prefix` before the other's."""
     schema = str(operator(name)._schema).removeprefix(f"{NAMESPACE}::")
-    library.define(prefix + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.define(prefix + schema, tags=_TAGS)
     return operator(prefix + name)
 
 
@@ -67,6 +71,7 @@ _last = threading.local()
 def implement(operator: OpOverload, implementation: Callable[..., Any]) -> OpOverload:
     """Registers an operator's implementation for every device, and as its formula, the result."""
     name = operator._opname
+    operator._tags = [*operator.tags, *_TAGS]  # which csrc cannot give under the stable ABI
 
     def formula(*args: Any) -> Any:
         served[name] += 1
