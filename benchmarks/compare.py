@@ -241,7 +241,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sweep-groups", type=int, default=0, help="and of groups of odd shapes")
     parser.add_argument("--percent", type=float, default=3.0, help="SLOWER is by more than this")
     parser.add_argument("--us", type=float, default=0.3, help="and by more microseconds than this")
-    parser.add_argument("--lines", type=int, default=40, help="rows shown; the file holds all")
     arguments = parser.parse_args(argv)
 
     start = time.monotonic()
@@ -265,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     faulthandler.cancel_dump_traceback_later()
     path = arguments.output or Path(os.environ.get("OUT", results.ROOT / "build"), "compare.json")
     results.write(path, {**results.stamp(), **report})
-    print(text(report, arguments.lines))
+    print(text(report, 40))  # rows; the file holds all
     print(f"{time.monotonic() - start:.0f} s; written: {path}")
     return 1 if report["left_out"] or any(row["slower"] for row in report["rows"]) else 0
 

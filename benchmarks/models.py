@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real models end to end: stock, swapped, compiled, by peers, and by more than one of these.
 
-    python -m benchmarks.models
     python -m benchmarks.models --models BERT --variants eager,compiled,swap_compiled
     python -m benchmarks.models --models dit,flux --modes inference --seconds 3 --add
-    python -m benchmarks.models --again       what the results file has, in the variants that it has
+    python -m benchmarks.models --again       what the results file has, in its variants
 
 benchmarks/networks.py has the table of the models, benchmarks/variants.py that of what is done with
 each, in half precision, in a training step (forward, backward, SGD; float32 weights under autocast,
@@ -193,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variants", default=",".join(USUAL), help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--modes", help=f"of {', '.join(MODES)}")
     parser.add_argument("--seconds", type=float, default=4, help="of turns, a model and mode")
-    parser.add_argument("--again", action="store_true", help="as in the results file")
+    parser.add_argument("--again", action="store_true", help="in the results file's variants")
     turns.add_arguments(parser, jobs=24)
     arguments = parser.parse_args(argv)
     names = results.chosen("model", arguments.models, MODELS)
@@ -208,27 +207,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join(report.models({"models": {**results.stamp(), **one}})))
         return
 
-    # --models is split at commas. No other name contains this one's text before its comma.
     path = arguments.output or results.default_path(torch.cuda.get_device_name())
-    old = results.read(path).get("models", {})
-    rows = [(row["model"], row["mode"], row["variant"]) for row in old.get("rows", [])]
-    every = [(name, mode, variant) for name in names for mode in MODELS[name].modes
-             for variant in variants if mode in modes]  # fmt: skip
-    chosen = [one for one in rows if one[0] in names] if arguments.again else every
+    old = results.read(path)
+    known = report.variants_of(old) if arguments.again else {}
+    chosen = {(name, mode): [one for one in known.get((name, mode), variants) if one in VARIANTS]
+              for name in names for mode in MODELS[name].modes
+              if mode in modes and (not known or (name, mode) in known)}  # fmt: skip
+    # --models is split at commas. No other name contains this one's text before its comma.
     calls = {f"{name}, {mode}": ["--models", name.split(",")[0], "--modes", mode, "--variants",
-                                 ",".join(v for n, m, v in chosen if (n, m) == (name, mode)),
-                                 "--seconds", str(arguments.seconds)]
-             for name, mode, _ in chosen}  # fmt: skip
+                                 ",".join(some), "--seconds", str(arguments.seconds)]
+             for (name, mode), some in chosen.items()}  # fmt: skip
     found = turns.collect("benchmarks.models", calls, arguments.jobs, arguments.budget_seconds)
     part = {**results.stamp(), **found}
     if importlib.util.find_spec("liger_kernel") is None:
         part["skipped"] += [f"{variant}: liger-kernel is not installed"
-                            for variant in variants if variant.startswith("liger")]  # fmt: skip
+                            for variant in VARIANTS if variant.startswith("liger")]  # fmt: skip
     print("\n".join(report.models({"models": part})))
     # A run of a part writes a results file only with --output or --add.
     full = not arguments.models and len(modes) == len(MODES) and variants == USUAL
-    if arguments.output or arguments.add or full:
-        results.update({"models": merged(old if arguments.add else {}, part)}, path)
+    if part["rows"] and (arguments.output or arguments.add or full):
+        kept = old.get("models", {}) if arguments.add or arguments.again else {}
+        results.update({"models": merged(kept, part)}, path)
 
 
 if __name__ == "__main__":

@@ -270,7 +270,6 @@ def steps_text(entries: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = results.parser("overhead", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of every measurement")
     parser.add_argument("--norms", help='parts of names, "rms,instance"; writes no file')
     parser.add_argument("--output", type=Path, help="the results file")
     arguments = parser.parse_args(argv)
@@ -281,7 +280,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.norms or timing.DEVICE == "cpu":
         names = {f"{prefix}{norm.name}": prefix for prefix, norm in NORMS.items()}
         chosen = [names[name] for name in results.chosen("norm", arguments.norms, names)]
-        entries = call_overhead(make_chains(chosen), arguments.rounds)
+        entries = call_overhead(make_chains(chosen), ROUNDS)
         print(overhead_text(entries))
         if not arguments.norms:
             path = arguments.output or results.RESULTS / "cpu.json"
@@ -289,7 +288,7 @@ def main(argv: list[str] | None = None) -> None:
             results.write(path, {**results.cpu(), "cpu": part})
             print(f"written: {path}")
         return
-    measured = measure(arguments.rounds)
+    measured = measure()
     print(f"{overhead_text(measured['call_overhead'])}\n\n{steps_text(measured['training_step'])}")
     results.update(measured, arguments.output)
 

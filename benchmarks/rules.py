@@ -70,10 +70,10 @@ def compiled(case: Case, name: str, variant: str) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, backend=how)
 
 
-def measure(rows: int, cols: int, name: str, dtype: str, rounds: int) -> dict[str, float]:
+def measure(rows: int, cols: int, name: str) -> dict[str, float]:
     """Device microseconds of a step, by variant."""
     torch._dynamo.reset()
-    case = case_of(rows, cols, name, dtype)
+    case = case_of(rows, cols, name, "bfloat16")
     t = make_inputs(case, limit=1)[0]
     runs = {variant: compiled(case, name, variant) for variant in VARIANTS}
 
@@ -81,7 +81,7 @@ def measure(rows: int, cols: int, name: str, dtype: str, rounds: int) -> dict[st
         kernels = timing.kernels_of(Backward(runs[variant], case, t))  # forward, too
         return sum(kernel.us for kernel in kernels)
 
-    times = timing.in_turns(VARIANTS, rounds + 1, step)  # the first round compiles
+    times = timing.in_turns(VARIANTS, 10, step)  # the first round compiles
     return {variant: statistics.median(found[1:]) for variant, found in times.items()}
 
 
@@ -89,14 +89,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = results.parser("rules", __doc__)
     parser.add_argument("--cols", type=int, nargs="*", help="of SHAPES, those of these columns")
     parser.add_argument("--surroundings", nargs="*", choices=list(SURROUNDINGS))
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args(argv)
     print(f"{'rows x cols':>14}  {'surroundings':<18}" + "".join(f"{v:>10}" for v in VARIANTS))
     for rows, cols in SHAPES:
         for name in options.surroundings or SURROUNDINGS:
             if not options.cols or cols in options.cols:
-                times = measure(rows, cols, name, options.dtype, options.rounds)
+                times = measure(rows, cols, name)
                 line = "".join(f"{times[variant]:>10.1f}" for variant in VARIANTS)
                 print(f"{rows:>8} x {cols:<5}  {name:<18}{line}", flush=True)
 

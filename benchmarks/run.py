@@ -7,7 +7,8 @@
 
 A full run times every case with every provider, the call overhead and a training step of the
 module, prints the table and writes benchmarks/results/<device>.json. A part is written with
---output or --add alone: the numbers of a row are of one run.
+--output or --add alone. --add keeps the file's other rows, if they are of the same code, torch,
+driver and device; the numbers of a row are of one run.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from unittest import mock
 
 import torch
 
-from benchmarks import overhead, providers, report, results, timing
+from benchmarks import overhead, providers, report, results, timing, turns
 from benchmarks.cases import CASES, Case
 from benchmarks.families import OPS
 from benchmarks.ours import make_inputs, require_kernels
 from benchmarks.timing import sentence
 
 say = functools.partial(print, flush=True)
+SAME = ("csrc_sha256", "device", "driver", "torch")
 
 
 def configure_compile() -> None:
@@ -109,6 +111,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1),
                         help="processes that compile ahead; 0 for none")  # fmt: skip
     arguments = parser.parse_args(argv)
+    if arguments.add and (arguments.quick or arguments.providers):
+        parser.error("--add takes rows with all providers")
 
     built = require_kernels()
     known, problems = providers.available()
@@ -139,14 +143,16 @@ def main(argv: list[str] | None = None) -> None:
     say("\n" + summary(measured))
     if arguments.output or arguments.add or full:
         path = arguments.output or results.default_path(measured["device"])
-        old = results.read(path)  # of which the parts stay that have a stamp of their own
-        if arguments.add and old.get("csrc_sha256") == measured["csrc_sha256"]:
-            rows = {results.case_of(row).name: row for row in [*old["rows"], *measured["rows"]]}
-            measured["rows"] = [rows[case.name] for case in CASES if case.name in rows]
-            measured["skipped"] = [*dict.fromkeys([*old["skipped"], *measured["skipped"]])]
-        own = ("sweep", "sweep_compile", "models", "kernelbench", *overhead.PARTS)
-        kept = {key: old[key] for key in own if key in old and key not in measured}
-        results.write(path, {**measured, **kept})
+        with turns.measuring(path.with_suffix(".lock")):  # another GPU's run may write it, too
+            old = results.read(path)  # of which the parts stay that have a stamp of their own
+            if arguments.add and all(old.get(key) == measured[key] for key in SAME):
+                rows = {results.case_of(row).name: row for row in [*old["rows"], *measured["rows"]]}
+                measured["rows"] = [rows[case.name] for case in CASES if case.name in rows]
+                left = [said for said in old["skipped"] if not any(c.name in said for c in cases)]
+                measured["skipped"] = [*dict.fromkeys([*left, *measured["skipped"]])]
+            own = ("sweep", "sweep_compile", "models", "kernelbench", *overhead.PARTS)
+            kept = {key: old[key] for key in own if key in old and key not in measured}
+            results.write(path, {**measured, **kept})
         say(f"written: {path}")
 
 

@@ -126,7 +126,6 @@ def main(argv: list[str] | None = None) -> None:
     parser = results.parser("tune", __doc__)
     parser.add_argument("lines", nargs="*", metavar="CASE | FORCE | ...")
     parser.add_argument("--list", action="store_true", help="print the plans, time nothing")
-    parser.add_argument("--seconds", type=float, default=0.03, help="device time per measurement")
     arguments = parser.parse_args(argv)
     package() if arguments.list else require_kernels()  # both register the operators
     for line in arguments.lines:
@@ -137,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
             for label, plan in options_of(case, forces):
                 print(f"  {label:<48} {plan}")
         else:
-            tune(case, forces, arguments.seconds)
+            tune(case, forces, 0.03)  # of device time
             torch.cuda.empty_cache()
 
 

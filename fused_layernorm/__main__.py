@@ -66,6 +66,7 @@ def facts() -> dict[str, Any]:
         "compiled_for": archs,
         "devices": devices,
         "kernels_used": any(device["runs"] for device in devices),
+        "norms": ["LayerNorm", "RMSNorm", "GroupNorm"],
         "driver_problem": load.operators._driver_problem() or None,
         "autograd": {
             "language": "C++" if autograd_library.active else "Python",

@@ -242,12 +242,13 @@ assert ours.missing_operator(case, namespace="no_such_build") == "layer_norm"
 
 
 def test_a_part_is_added_to_results_of_its_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "require_kernels", str)
+    for name in ("require_kernels", "configure_compile"):
+        monkeypatch.setattr(run, name, str)
     monkeypatch.setattr(timing, "warm_up_device", int)
     monkeypatch.setattr(results, "machine", lambda: dict.fromkeys(("device", "driver", "torch")))
     monkeypatch.setattr(run, "run_cases", lambda cases, *_: ([*map(results.row_of, cases)], ["-"]))
     for op in ("rms_forward", "forward"):
-        run.main(["--add", f"--ops={op}", "--providers=ours", f"--output={tmp_path}/file"])
+        run.main(["--add", f"--ops={op}", "--jobs=0", f"--output={tmp_path}/file"])
     found = results.read(tmp_path / "file")
     rows = [results.row_of(one) for one in CASES if one.op in ("forward", "rms_forward")]
     assert (found["rows"], found["skipped"].count("-")) == (rows, 1)
