@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
     say("\n" + summary(measured))
     if arguments.output or arguments.add or full:
         path = arguments.output or results.default_path(measured["device"])
-        with turns.measuring(path.with_suffix(".lock")):  # another GPU's run may write it, too
+        with turns.measuring(results.RESULTS / ".lock"):  # another GPU's run may write it, too
             old = results.read(path)  # of which the parts stay that have a stamp of their own
             if arguments.add and all(old.get(key) == measured[key] for key in SAME):
                 rows = {results.case_of(row).name: row for row in [*old["rows"], *measured["rows"]]}
