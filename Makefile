@@ -87,7 +87,7 @@ endif
 	$(PY) -m pytest -q $$($(PY) -c 'import xdist' 2>/dev/null && printf -- '-n %s --dist worksteal' $(JOBS)) $(PYTEST_ARGS)
 
 bench: build
-	$(PY) -m benchmarks $(BENCH_ARGS)
+	$(PY) -m benchmarks.run $(BENCH_ARGS)
 
 demo: build
 	$(PY) examples/demo.py $(DEMO_ARGS)

@@ -6,13 +6,14 @@
     python -m benchmarks.run --ops backward --rows 32768x --providers ours,eager
 
 A full run times every case with every provider, the call overhead and a training step of the
-module, prints the table and writes benchmarks/results/<device>.json. A part is written with
---output or --add alone. --add keeps the file's other rows, if they are of the same code, torch,
-driver and device; the numbers of a row are of one run.
+module, prints the table and writes benchmarks/results/<device>.json. With two GPUs one times
+LayerNorm, another everything else. A run of a part writes a file only where --output names one:
+numbers of two runs never stand in one table.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
 import multiprocessing
@@ -31,7 +32,6 @@ from benchmarks.ours import make_inputs, require_kernels
 from benchmarks.timing import sentence
 
 say = functools.partial(print, flush=True)
-SAME = ("csrc_sha256", "device", "driver", "torch")
 
 
 def configure_compile() -> None:
@@ -85,13 +85,13 @@ def run_cases(
                 row["copy_us"] = round(copy_us, 3)
             try:
                 calls = providers.PROVIDERS[name](case, make_inputs(case))
-                us = calls and timing.graph_time(calls, case.bytes, seconds=seconds)
+                us: Any = calls and timing.graph_time(calls, case.bytes, seconds=seconds)
             except Exception as problem:
                 skipped.append(f"{name}: {case.name}: {sentence(problem)}")
                 if name != "ours":
                     row[f"{name}_us"] = None  # it was tried, and failed
             else:
-                if isinstance(us, float):  # else it has no such operator
+                if us is not None:  # else it has no such operator
                     row[f"{name}_us"] = round(us, 3)
             if case.tensor_bytes > 1 << 28:
                 gc.collect()
@@ -101,18 +101,26 @@ def run_cases(
     return rows, skipped
 
 
+def on_two_gpus(seconds: float) -> dict[str, Any]:
+    """The rows of a full run, and what was skipped, of a process for each half of the operators."""
+    halves = [",".join(op for op in OPS if (op in report.WAYS) is first) for first in (True, False)]
+    calls = {half: ["--ops", half, "--budget-seconds", str(seconds)] for half in halves}
+    found = turns.collect("benchmarks.run", calls, 2, seconds + 30)
+    if len(found["rows"]) < len(CASES):
+        raise SystemExit("\n".join(found["skipped"]))
+    return {**found, "skipped": [*dict.fromkeys(found["skipped"])]}
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = results.parser("run", __doc__, seconds=440)
     parser.add_argument("--providers", help="comma-separated; all that are installed if not given")
     parser.add_argument("--ops", help=f"comma-separated: {', '.join(OPS)}")
     parser.add_argument("--rows", help='part of a case\'s name, e.g. "32768x1024" or "float32"')
-    parser.add_argument("--add", action="store_true", help="the part, in the results file")
+    parser.add_argument("--lock", help=argparse.SUPPRESS)  # of turns.collect; a GPU has one half
     parser.add_argument("--quick", action="store_true", help="ours only, shorter measurements")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1),
                         help="processes that compile ahead; 0 for none")  # fmt: skip
     arguments = parser.parse_args(argv)
-    if arguments.add and (arguments.quick or arguments.providers):
-        parser.error("--add takes rows with all providers")
 
     built = require_kernels()
     known, problems = providers.available()
@@ -126,13 +134,16 @@ def main(argv: list[str] | None = None) -> None:
 
     measured: dict[str, Any] = {**results.machine(), **results.stamp()}
     say(f"{measured['device']}, driver {measured['driver']}, torch {measured['torch']}, {built}")
-    if "compile" in names:
-        configure_compile()
-        if arguments.jobs > 1:
-            precompile(cases, arguments.jobs, arguments.budget_seconds / 3)
-    timing.warm_up_device()
-    measured["rows"], skipped = run_cases(cases, names, end, seconds)
-    measured["skipped"] = [*problems, *skipped]
+    if full and torch.cuda.device_count() > 1:
+        measured |= on_two_gpus(arguments.budget_seconds)
+    else:
+        if "compile" in names:
+            configure_compile()
+            if arguments.jobs > 1:
+                precompile(cases, arguments.jobs, arguments.budget_seconds / 3)
+        timing.warm_up_device()
+        measured["rows"], skipped = run_cases(cases, names, end, seconds)
+        measured["skipped"] = [*problems, *skipped]
     if full and time.monotonic() < end:
         say("timing overhead")
         try:
@@ -141,18 +152,12 @@ def main(argv: list[str] | None = None) -> None:
             measured["skipped"].append(f"overhead: {sentence(problem)}")
 
     say("\n" + summary(measured))
-    if arguments.output or arguments.add or full:
+    if arguments.output or full:
         path = arguments.output or results.default_path(measured["device"])
-        with turns.measuring(results.RESULTS / ".lock"):  # another GPU's run may write it, too
-            old = results.read(path)  # of which the parts stay that have a stamp of their own
-            if arguments.add and all(old.get(key) == measured[key] for key in SAME):
-                rows = {results.case_of(row).name: row for row in [*old["rows"], *measured["rows"]]}
-                measured["rows"] = [rows[case.name] for case in CASES if case.name in rows]
-                left = [said for said in old["skipped"] if not any(c.name in said for c in cases)]
-                measured["skipped"] = [*dict.fromkeys([*left, *measured["skipped"]])]
-            own = ("sweep", "sweep_compile", "models", "kernelbench", *overhead.PARTS)
-            kept = {key: old[key] for key in own if key in old and key not in measured}
-            results.write(path, {**measured, **kept})
+        old = results.read(path)  # of which the parts stay that have a stamp of their own
+        own = ("sweep", "sweep_compile", "models", "kernelbench", *overhead.PARTS)
+        kept = {key: old[key] for key in own if key in old and key not in measured}
+        results.write(path, {**measured, **kept})
         say(f"written: {path}")
 
 

@@ -4,6 +4,7 @@ of the results files, and say what these hold.
 """
 # ruff: noqa: E402
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,7 @@ def test_bytes_are_the_least_that_must_move(text, row, once):
 def test_cases_and_their_texts():
     assert {case.op for case in CASES if case.target is not None} == {*OPS}
     assert all(0.3 < (case.target or 0.5) < 1.4 for case in CASES)
+    assert len({case.name for case in CASES}) == len(CASES)
     for case in (*CASES, *sweep.points()[:50]):
         assert parse_case(case.name) == results.case_of(results.row_of(case)) == case
     mixed = Case("backward", (5, 7), "bfloat16", weight_dtype="float32", out_dtype="float32")
@@ -241,17 +243,16 @@ assert ours.missing_operator(case, namespace="no_such_build") == "layer_norm"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
-def test_a_part_is_added_to_results_of_its_code(tmp_path, monkeypatch):
-    for name in ("require_kernels", "configure_compile"):
-        monkeypatch.setattr(run, name, str)
-    monkeypatch.setattr(timing, "warm_up_device", int)
-    monkeypatch.setattr(results, "machine", lambda: dict.fromkeys(("device", "driver", "torch")))
-    monkeypatch.setattr(run, "run_cases", lambda cases, *_: ([*map(results.row_of, cases)], ["-"]))
-    for op in ("rms_forward", "forward"):
-        run.main(["--add", f"--ops={op}", "--jobs=0", f"--output={tmp_path}/file"])
-    found = results.read(tmp_path / "file")
-    rows = [results.row_of(one) for one in CASES if one.op in ("forward", "rms_forward")]
-    assert (found["rows"], found["skipped"].count("-")) == (rows, 1)
+def test_two_gpus_have_a_half_each(monkeypatch):
+    def found(module, calls, *_):
+        kept = [row for call in calls.values() for row in rows if row["op"] in call[1].split(",")]
+        return {"rows": kept[lost:], "skipped": ["quack: -", "quack: -"]}
+
+    rows = [results.row_of(case) for case in CASES]
+    monkeypatch.setattr("benchmarks.turns.collect", found)
+    for lost in (0, 1):
+        with pytest.raises(SystemExit, match="quack") if lost else contextlib.nullcontext():
+            assert run.on_two_gpus(9.0) == {"rows": rows, "skipped": ["quack: -"]}
 
 
 def test_overhead_measures_steps_and_device_times(on_cpu, monkeypatch):
