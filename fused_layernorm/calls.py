@@ -137,7 +137,7 @@ def run(a: Arguments) -> Any:
     # operator_of(a), written out: a call takes a tenth of a microsecond, and Dynamo traces none.
     is_modulated = gate is not None or a.shift is not None or a.scale is not None
     place = 2 * is_modulated + (a.residual is not None)
-    # Dynamo does not trace the handling of exceptions in `call` either.
+    # Dynamo does not trace the handling of exceptions in `call`.
     return choice.run(a, place) if is_compiling() else call(FORWARD[place], a, _in_pytorch)
 
 

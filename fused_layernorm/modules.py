@@ -29,8 +29,8 @@ _NONE: Any = None  # torch.jit.script does not know the annotations of attribute
 class Norm(nn.Module):
     """What the modules have beside the class of PyTorch that each stands for.
 
-    The attributes are the defaults of its options, which a module of PyTorch that a swap has made
-    one of these has. Such a one takes what PyTorch's class takes.
+    Its attributes are the options with their defaults, which count for a module of PyTorch that a
+    swap has made one of these. Such a one takes what PyTorch's class takes.
     """
 
     _stock: Any

@@ -473,9 +473,8 @@ def test_every_known_source_is_tested():
     lines = [row[:2] for kind in ("rms", "channels") for row in KINDS[kind][0].values()]
     assert {*registry.SOURCES} - {*OLD, SECOND} <= {digest(class_of(*line)) for line in lines}
     kinds = {name: {one.kind for one in known.values()} for name, known in registry.CLASSES.items()}
-    assert {n for n in kinds if kinds[n] == {"rms"} and n.startswith("timm.")} <= {
-        *map(".".join, lines)
-    }
+    names = {*map(".".join, lines)}
+    assert {n for n in kinds if kinds[n] == {"rms"} and n.startswith("timm.")} <= names
 
 
 # ---- Classes of versions that are not installed, in their names and numbers.

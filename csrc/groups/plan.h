@@ -9,8 +9,8 @@
 //
 //   planes         each channel is a run of memory. A tile has some channels of a group, or a piece
 //                  of one (planes.cu).
-//   channels_last  a tile has all channels of some positions (channels_last.cu). A tensor of one
-//                  position is both; backward of short groups takes it for this.
+//   channels_last  a tile has all channels of some positions (channels_last.cu). With one
+//                  position x has both layouts; backward of short groups reads it as this one.
 //
 // How a sample is cut depends on its channels, its positions, the types and the alignment, never on
 // the number of samples, so its bits do not depend on its batch.
@@ -69,7 +69,7 @@ inline const char* name_of(GroupStrategy strategy) {
 
 struct GroupPlan : Launch {
   GroupStrategy strategy = GroupStrategy::kTiles;
-  // As which the kernels read x: the problem's, or of one position, which is both, the better one.
+  // As which the kernels read x. One position has both layouts: the plan takes the better one.
   GroupLayout layout = GroupLayout::kPlanes;
   int width = 1;  // elements that a thread moves at once
 

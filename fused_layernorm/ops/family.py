@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families: a forward operator NAME, perhaps NAME_forward, and the backward operators of their
 calls, with all that follows from one formula: the implementation for devices without kernels,
-derivatives in Python, autocast, vmap, registration.
+derivatives in Python, vmap, fakes and their registration.
 
 NAME_forward also gives the statistics that backward needs. Of the calls of a family and of its
 backward operator the tensors and the flags needs_d... are found by their names.
@@ -102,7 +102,7 @@ def _unread(family: Family, a: Any, needs: Any) -> list[str]:
     reads_z = activates or "gate_activation" in a._fields or needs.scale
     reads_weight = reads_z or needs.input or needs.residual or needs.gate
     unread = [] if reads_weight else ["weight"]
-    # Backward operators of rows alone give a gradient to what is missing (formulas.complete).
+    # Backward operators of rows alone give a gradient to what is missing (autograd.complete).
     if not reads_z and a.weight is not None and "normalized_ndim" in a._fields:
         unread.append("bias")
     if "shift" in a._fields and not (activates or needs.shift):

@@ -50,8 +50,8 @@ name_gradients(call_of(qk_norm_rope_backward))
 
 
 def sides(a: Any) -> list[tuple[str, Tensor, Tensor | None, Tensor | None]]:
-    """The name, tensor, weight and bias of q and, where it is there, of k. (Dynamo of torch 2.10
-    does not read a property.)"""
+    """The name, tensor, weight and bias of q and, where it is there, of k. (No property of the
+    call, for Dynamo of torch 2.10 reads none.)"""
     found = [("q", a.q, a.q_weight, a.q_bias)]
     if a.k is not None:
         found.append(("k", a.k, a.k_weight, a.k_bias))

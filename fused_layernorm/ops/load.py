@@ -44,8 +44,8 @@ layer_norm, gate_backward = operator("layer_norm"), operator("gate_backward")
 # What the other files define and register lives as long as this object.
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
-# Inductor need keep no more of an operand's strides than their order. To keep all, its default, it
-# names every option in a call, which takes a microsecond longer.
+# Inductor may change an operand's strides, but not their order. To keep them, its default, it would
+# name every option of a call, which takes a microsecond longer.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
