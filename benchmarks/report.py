@@ -5,7 +5,8 @@ python -m benchmarks.report [FILE]    prints the page, by default of the results
 python -m benchmarks.report --write   writes the README's tables, docs/benchmarks.md, the pictures
 python -m benchmarks.report --check   fails if these are not made from the results files
 
-Shown are the results that were measured last, without those of other code. page.md is the page with
+Shown are the results that were measured last, without those of other code; but whole models, which
+take a machine the longest, are shown with the code that they are of. page.md is the page with
 names for its parts; each part is a list of blocks of Markdown, which blank lines separate.
 """
 
@@ -39,7 +40,7 @@ SHORT_OF_COPY = 0.9  # below this share of copy speed a case is listed as fallin
 LISTED = 9  # rows of each table of what falls short
 SWEPT = 7  # points of the sweeps, of all together
 SWEEPS = (("sweep", "eager"), ("sweep_compile", "compile"))  # with what each compares
-PARTS = ("sweep", "sweep_compile", "models", "overhead_stamp")  # each with a stamp of its own
+PARTS = ("sweep", "sweep_compile", "overhead_stamp")  # each with a stamp of its own
 WAYS = ("forward", "backward")
 # The README's rows: what it is, the tensor, and the operator without "forward".
 README_ROWS = (
@@ -131,13 +132,14 @@ def named(row: Row) -> dict[str, str]:
     return {head: shape, "dtype": ", ".join([case.dtype, *words, *per])}
 
 
-def on_day(part: dict[str, Any]) -> str:
-    return f"measured on {part['date'][:10]}"
+def day_of(report: Report, part: dict[str, Any]) -> str:
+    code = part.get("csrc_sha256", report["csrc_sha256"])
+    return part.get("date", "-")[:10] + f", csrc {code[:8]}" * (code != report["csrc_sha256"])
 
 
 def of_card(report: Report, part: dict[str, Any]) -> str:
     driver, torch = report["driver"], report["torch"]
-    return f"{report['device']}, driver {driver}, torch {torch}, {part['date'][:10]}."
+    return f"{report['device']}, driver {driver}, torch {torch}, {day_of(report, part)}."
 
 
 def others_of(rows: list[Row]) -> list[str]:
@@ -260,7 +262,7 @@ def measured(report: Report, left_out: list[str]) -> list[str]:
                  if "is not installed" not in line)  # fmt: skip
     known = {key.removesuffix("_us") for row in report["rows"] for key in row}
     missing = PEERS.keys() - known - {line.split(":")[0] for line in said} - {"llama"}
-    host_times, whole_models = (report.get(part, {}).get("date", "-")[:10]
+    host_times, whole_models = (day_of(report, report.get(part, {}))
                                 for part in ("overhead_stamp", "models"))  # fmt: skip
     lines = {
         "clocks": report["clocks"], "driver": report["driver"], "torch": report["torch"],
@@ -337,7 +339,7 @@ def swept(sweep: dict[str, Any], other: str, sweeps: int = 1) -> list[str]:
     return [
         f"Of {sweep['points']:,} shapes timed against {OTHERS[other]}, forward and backward, "
         f"{sweep['slower'] or 'none'} {'are' if sweep['slower'] > 1 else 'is'} slower "
-        f"({on_day(sweep)}). The least gain:",
+        f"(measured on {sweep['date'][:10]}). The least gain:",
         table(body, left=3),
     ]
 
@@ -367,8 +369,8 @@ def host(report: Report) -> list[str]:
         return []
     texts = [overhead_text(report["call_overhead"])]
     texts += [steps_text(report["training_step"])] if "training_step" in report else []
-    said = "The median, in brackets the best, and the ratio to PyTorch's module"
-    return ["## Host time", f"{said} ({on_day(report['overhead_stamp'])}):", code(*texts)]
+    said = "The median, in brackets the best, and the ratio to PyTorch's module; measured on "
+    return ["## Host time", f"{said}{report['overhead_stamp']['date'][:10]}:", code(*texts)]
 
 
 def on_cpu(report: Report) -> list[str]:
@@ -377,7 +379,7 @@ def on_cpu(report: Report) -> list[str]:
     part = found.get("cpu", {})
     if part.get("csrc_sha256") != report["csrc_sha256"]:
         return []
-    said = f"Host times without a GPU ({on_day(part)}):"
+    said = f"Host times without a GPU (measured on {part['date'][:10]}):"
     head = f"## {found['device']}, torch {found['torch']}"
     return [head, said, code(overhead_text(part["call_overhead"]))]
 
@@ -402,7 +404,7 @@ def models(report: Report) -> list[str]:
         "## Whole models",
         "Milliseconds a step, in brackets as a ratio to the stock model in eager mode: the wall "
         "time, which on a shared host says little, the time of all kernels on the device, and the "
-        f"most memory that a step took ({on_day(part)}).",
+        f"most memory that a step took (measured on {day_of(report, part)}).",
         table(body, left=3),
         *bullets("Left out", part.get("skipped", [])),
     ]

@@ -28,21 +28,13 @@ DEVICES = {
 }
 # A problem has these words; the first is the type of x.
 WORDS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": F32},
-    "bfloat16": {"dtype": BF16},
-    "float64": {"dtype": F64},
-    "weights-float32": {"weight_dtype": F32},
-    "y-float32": {"weight_dtype": F32, "y_dtype": F32},
-    "y-bfloat16": {"y_dtype": BF16},
-    "residual": {"residual": True},
-    "epilogue": {"has_epilogue": True},
-    "unaligned": {"aligned": False},
-    "no-dparams": {"needs_dparams": False},
-    "rows": {"group_rows": 1},
-    "groups": {"group_rows": 64},
-    "gated": {"gated": True},
-    **{name: {"device": name} for name in DEVICES},
-}
+    "float32": {"dtype": F32}, "bfloat16": {"dtype": BF16}, "float64": {"dtype": F64},
+    "weights-float32": {"weight_dtype": F32}, "y-float32": {"weight_dtype": F32, "y_dtype": F32},
+    "y-bfloat16": {"y_dtype": BF16}, "residual": {"residual": True},
+    "epilogue": {"has_epilogue": True}, "unaligned": {"aligned": False},
+    "no-dparams": {"needs_dparams": False}, "rows": {"group_rows": 1}, "groups": {"group_rows": 64},
+    "gated": {"gated": True}, **{name: {"device": name} for name in DEVICES},
+}  # fmt: skip
 BOTH = (
     "float32", "bfloat16", "float64", "bfloat16 weights-float32", "bfloat16 y-float32",
     "float32 y-bfloat16", "float32 epilogue", "bfloat16 epilogue",
@@ -92,6 +84,7 @@ def words_of_groups(p):
         "held": ("blocks_per_group",),
         "split": ("segments_of_warp", "slots"),
         "tiles": ("slices", "rows", "tile_positions"),
+        "one_position": ("lanes", "rows", "slices"),
     }
     parts = [f"{name.split('_')[0]}{p[name]}" for name in names[p["strategy"]]]
     units = f"u{p['vector_units']}" if p.get("vector_units", 1) > 1 else ""

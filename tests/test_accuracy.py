@@ -356,6 +356,14 @@ def limits_of_groups():
             c = of_groups((2, channels, positions, 2), g, (BF16, None), layout="channels_last")
             yield replace(c, modulation="both", **silu)
         yield replace(c, layout="misaligned channels_last")
+    # Samples of one position: lanes and blocks of a group, rows of samples side by side, whole and
+    # half vectors and single elements.
+    for of_group, dtype, groups in itertools.product(
+        (1, 8, 12, 31, 32, 33, 248, 256, 264, 512, 513, 4096, 4104, 8192, 8200), (F32, BF16), (1, 3)
+    ):
+        for samples, layout in ((2, "contiguous"), (7, "misaligned"), (300, "contiguous")):
+            yield of_groups((samples, groups * of_group), groups, (dtype, None), layout=layout)
+        yield of_groups((40, groups * of_group, 1), groups, (dtype, F32), **silu)
     for beyond in (-1, 0, 1):
         shape = (1, 128, (8 << 20) // (128 * 2) + beyond)
         yield of_groups(shape, 32, (BF16, None), layout="channels_last")

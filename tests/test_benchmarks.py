@@ -378,6 +378,7 @@ def test_only_results_of_one_code_are_shown(made):
     made["sweep"] = {**NEW, "points": 2000, "slower": 0, "worst": [worst]}
     made["sweep_compile"] = {**OLD, "points": 250, "slower": 1, "worst": [worst]}
     made["overhead_stamp"] = OLD
+    made["models"] |= OLD
     times = {f"rms_{name}us": 8.0 for name in ("eager_", "eager_best_", "ours_", "ours_best_")}
     made["call_overhead"] = {"grad": times}
     shown, left_out = report.newest([{**made, **OLD, "device": "NVIDIA G2"}, made])
@@ -387,6 +388,9 @@ def test_only_results_of_one_code_are_shown(made):
     ]  # fmt: skip
     text = report.page(shown, left_out)
     assert "none is slower (measured on 2026-01-02). The" in text
+    code = f"{OLD['date'][:10]}, csrc {OLD['csrc_sha256'][:8]}"  # models are shown with it
+    assert f"| whole models | {code} |" in text
+    assert f"a step took (measured on {code})" in text
     assert "| LayerNorm, forward | 8 x 71 | bfloat16 | 3.00 | 3.30 | 1.10x |" in text
     assert "against torch.compile" not in text
     assert "Host time" not in text

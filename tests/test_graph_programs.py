@@ -44,46 +44,25 @@ NORMS = (
 )
 # What is fused with a norm: most lines of a program.
 AROUND = (
-    "{x} * (1 + {m}) + {n}",
-    "{n} + {x} + {x} * {m}",
-    "{x} * (1 + {m}.squeeze(1)).unsqueeze(1)",
-    "{x} * (1 + {k}) + {k}",
-    "{x} + {z}",
-    "{x} + {m} * {z}",
-    "f(torch.addcmul, {x}, {m}, {z})",
-    "f(F.gelu, {x})",
-    "f(F.silu, {x})",
-    "f(F.silu, {x}) * 0.5",
-    "{x} * {x}.sigmoid()",
+    "{x} * (1 + {m}) + {n}", "{n} + {x} + {x} * {m}", "{x} * (1 + {m}.squeeze(1)).unsqueeze(1)",
+    "{x} * (1 + {k}) + {k}", "{x} + {z}", "{x} + {m} * {z}", "f(torch.addcmul, {x}, {m}, {z})",
+    "f(F.gelu, {x})", "f(F.silu, {x})", "f(F.silu, {x}) * 0.5", "{x} * {x}.sigmoid()",
     "f(F.relu, {x})",
-)
+)  # fmt: skip
 OTHERS = (
-    "w * {x} + w",
-    "{x}.float().to({x}.dtype)",
-    "{x}.view(3, 2, 8).view(2, 3, 8)",
-    "{x}[(slice(None),)]",
-    "{x}.transpose(0, 1).transpose(0, 1)",
-    "{x}.contiguous()",
-    "{x} * 1",
-    "f(F.dropout, {x}, 0.0, True)",
-    "f(torch.cat, [{x}[:, :1], {x}[:, 1:]], dim=1)",
+    "w * {x} + w", "{x}.float().to({x}.dtype)", "{x}.view(3, 2, 8).view(2, 3, 8)",
+    "{x}[(slice(None),)]", "{x}.transpose(0, 1).transpose(0, 1)", "{x}.contiguous()", "{x} * 1",
+    "f(F.dropout, {x}, 0.0, True)", "f(torch.cat, [{x}[:, :1], {x}[:, 1:]], dim=1)",
     "f(by_position({name!r}, False), {x})",
-)
+)  # fmt: skip
 WRITES = (
-    "{x}.mul_(1.5)",
-    "{x}.view(-1).narrow(0, 2, 9).add_(0.5)",
-    "f(operator.setitem, {x}, (slice(0, 1), slice(None), 3), 0.5)",
-    "{m}.mul_(1.5)",
-    "{m}.view(-1).add_(0.5)",
-    "{k}.add_(0.5)",
-    "f(operator.iadd, {x}, {z})",
-    "f(operator.imul, {x}, {m})",
-    "f(torch._foreach_add_, [{x}, {y}], [{z}, {z}])",
-    "f(torch.ops.aten.add_.Tensor, {x}, {z})",
-    "{x}.copy_({z})",
-    "{x}.transpose(0, 1).sub_(0.25)",
+    "{x}.mul_(1.5)", "{x}.view(-1).narrow(0, 2, 9).add_(0.5)",
+    "f(operator.setitem, {x}, (slice(0, 1), slice(None), 3), 0.5)", "{m}.mul_(1.5)",
+    "{m}.view(-1).add_(0.5)", "{k}.add_(0.5)", "f(operator.iadd, {x}, {z})",
+    "f(operator.imul, {x}, {m})", "f(torch._foreach_add_, [{x}, {y}], [{z}, {z}])",
+    "f(torch.ops.aten.add_.Tensor, {x}, {z})", "{x}.copy_({z})", "{x}.transpose(0, 1).sub_(0.25)",
     *3 * ("f(by_position({name!r}, True), {x})",),
-)
+)  # fmt: skip
 # In programs without gradients alone.
 UNDIFFERENTIATED = (
     "f(torch.add, {y}, {z}, out={x})",

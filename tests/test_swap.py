@@ -297,20 +297,15 @@ def with_a_forward(module):
 UNKNOWN = "its class is not known"
 OWN = "the module has a forward of its own"
 LEFT: list[tuple[Any, str]] = [
-    (lambda: OwnForward(8), UNKNOWN),
-    (lambda: OwnName(8), UNKNOWN),
-    (lambda: OwnRmsName(8), UNKNOWN),
-    (lambda: OwnGroups(2, 8), UNKNOWN),
-    (SomeLayerNorm, UNKNOWN),
-    (FusedRMSNormGated, UNKNOWN),
-    (lambda: nn.BatchNorm2d(8), ""),
-    (nn.LazyInstanceNorm2d, ""),
+    (lambda: OwnForward(8), UNKNOWN), (lambda: OwnName(8), UNKNOWN),
+    (lambda: OwnRmsName(8), UNKNOWN), (lambda: OwnGroups(2, 8), UNKNOWN), (SomeLayerNorm, UNKNOWN),
+    (FusedRMSNormGated, UNKNOWN), (lambda: nn.BatchNorm2d(8), ""), (nn.LazyInstanceNorm2d, ""),
     (lambda: nn.InstanceNorm2d(8, track_running_stats=True), "it has running statistics"),
     (lambda: changed(nn.RMSNorm(8), with_bias), "it has a bias"),
     (lambda: changed(nn.LayerNorm(8), with_a_forward), OWN),
     (lambda: changed(nn.RMSNorm(8), with_a_forward), OWN),
     (lambda: ByHand(4), "the function registered for its class left it"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("place", range(len(LEFT)))

@@ -43,6 +43,7 @@ bool prepare_groups(const NormCall& call, const Device& device, Prepared& into) 
   problem.y = y.type;
   problem.aligned = is_aligned(x.data) && is_aligned(y.data) && is_aligned(written.data);
   problem.backward = call.backward;
+  problem.modulated = call.shift || call.scale;
   const auto plan = make_group_plan(problem, device);
   if (!plan) return false;
   auto& kernel = into.kernel.emplace<Kernel<GroupParams, Planned<GroupPlan>>>();

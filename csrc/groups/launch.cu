@@ -36,8 +36,10 @@ cudaError_t dispatch_acc(const GroupTypes& types, const auto& then) {
   return types.x == DataType::kFloat64 ? then(double{}) : then(float{});
 }
 
-cudaError_t launch_group_param_grad(const GroupParams& params, const GroupTypes& types,
+cudaError_t launch_group_param_grad(GroupParams params, const GroupTypes& types,
                                     const GroupPlan& plan, cudaStream_t stream) {
+  // Its parts are of all samples.
+  if (plan.strategy == GroupStrategy::kOnePosition) params.samples = 1;
   return dispatch_acc(types, [&](auto acc) {
     Launch channels;
     channels.blocks = param_grad_blocks(params);
@@ -71,10 +73,12 @@ cudaError_t launch_group_norm(const GroupParams& params, DataType x, DataType y,
     const bool planes = plan.layout == GroupLayout::kPlanes;
     return (planes ? launch_planes : launch_channels_last)(params, types, plan, stream);
   }
-  const bool held = plan.strategy == GroupStrategy::kHeld;
-  const cudaError_t error =
-      (held ? launch_held_groups : launch_split_groups)(params, types, plan, stream);
-  const bool has_grads = types.backward && param_grad_blocks(params) > 0;
+  const auto launch_groups = plan.strategy == GroupStrategy::kHeld    ? launch_held_groups
+                             : plan.strategy == GroupStrategy::kSplit ? launch_split_groups
+                                                                      : launch_one_position;
+  const cudaError_t error = launch_groups(params, types, plan, stream);
+  const bool leaves_parts = plan.strategy != GroupStrategy::kOnePosition || plan.tiles > 1;
+  const bool has_grads = types.backward && leaves_parts && param_grad_blocks(params) > 0;
   if (error != cudaSuccess || !has_grads) return error;
   return launch_group_param_grad(params, types, plan, stream);
 }

@@ -121,6 +121,13 @@ FUSED_DEVICE Pair<Acc> means_of_group(const GroupPlan& plan, const GroupParams& 
   return group_means(p, warp_sum(sums));
 }
 
+// dbias and dweight of a channel, its sums of dz and of dz xhat.
+template <typename Acc>
+FUSED_DEVICE void store_param_grad(const GroupParams& p, int channel, Pair<Acc> sums) {
+  if (p.dbias.at != nullptr) store_number(p.dbias, channel, sums.first);
+  if (p.dweight.at != nullptr) store_number(p.dweight, channel, sums.second);
+}
+
 // The gradients of the parameters of 32 channels, from the parts of all samples. All threads of a
 // block call: lanes have channels, warps have parts. `rows` has room for kMaxWarps rows of 32.
 template <typename Acc>
@@ -164,9 +171,7 @@ FUSED_DEVICE void store_param_grads(const GroupPlan& plan, const GroupParams& p,
     }
     all = sum_of_warps(all);
   }
-  if (warp > 0 || !works) return;
-  if (p.dbias.at != nullptr) store_number(p.dbias, channel, all.first);
-  if (p.dweight.at != nullptr) store_number(p.dweight, channel, all.second);
+  if (warp == 0 && works) store_param_grad(p, channel, all);
 }
 
 }  // namespace fused_layernorm

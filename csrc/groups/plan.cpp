@@ -152,19 +152,57 @@ void cut_channels_last(GroupPlan& plan, const GroupProblem& problem) {
   plan.has_totals = plan.tiles > 1 || !has_whole_groups;
 }
 
-// Whether there are kernels of half vectors (dispatch_group_types).
+// Whether there are kernels of half vectors, but for channels_last (dispatch_group_types).
 bool has_half_vectors(const GroupProblem& problem) {
-  return problem.layout == GroupLayout::kPlanes && is_half(problem.x) && problem.y == problem.x;
+  return is_half(problem.x) && problem.y == problem.x;
 }
 
-// Elements that a thread moves at once, which are of one channel or, in channels_last, position.
-int group_width(const GroupProblem& problem) {
-  const bool planes = problem.layout == GroupLayout::kPlanes;
-  const int64_t extent = planes ? problem.positions : problem.channels;
+// Elements that a thread moves at once, of runs of `extent` elements.
+int group_width(const GroupProblem& problem, int64_t extent, bool may_be_half) {
   const int full = vector_width(size_of(problem.x));
   if (!problem.aligned) return 1;
   if (extent % full == 0) return full;
-  return has_half_vectors(problem) && extent % (full / 2) == 0 ? full / 2 : 1;
+  return may_be_half && has_half_vectors(problem) && extent % (full / 2) == 0 ? full / 2 : 1;
+}
+
+// Some lanes of a warp, or a block, for each group of samples of one position.
+bool hold_positions(GroupPlan& plan, const GroupProblem& problem, const Device& device) {
+  if (problem.positions != 1 || problem.modulated) return false;
+  const int64_t of_group = problem.channels_of_group();
+  plan.width = group_width(problem, of_group, true);
+  const int size = size_of(problem.x);
+  plan.lane_vectors = one_position_vecs(plan.width, size);
+  const bool is_long = one_position_may_be_long(plan.width, size) &&
+                       of_group > plan.width * plan.lane_vectors * kMostOneThreads;
+  if (is_long) plan.lane_vectors *= 2;
+  const int64_t each = plan.width * plan.lane_vectors, threads = ceil_div(of_group, each);
+  // Of weight and bias.
+  const int64_t maps = is_long ? round_up(threads, kWarpThreads) * each * 2 * sizeof(float) : 0;
+  if (threads > kMostOneThreads || maps > room_of(device)) return false;
+  plan.shared_bytes = static_cast<int>(maps);
+  plan.strategy = GroupStrategy::kOnePosition;
+  plan.layout = GroupLayout::kChannelsLast;
+  plan.lanes = 1;
+  while (plan.lanes < threads && plan.lanes < kWarpThreads) plan.lanes *= 2;
+  plan.threads = kOneThreads;
+  if (threads > kWarpThreads) {
+    plan.threads = plan.lanes = static_cast<int>(round_up(threads, kWarpThreads));
+  }
+  const int64_t teams = plan.threads / plan.lanes;
+  plan.groups_of_slice = static_cast<int>(std::min(teams, problem.groups));
+  plan.rows = static_cast<int>(teams / plan.groups_of_slice);
+  plan.slices = static_cast<int>(ceil_div(problem.groups, plan.groups_of_slice));
+  const int64_t resident = problem.backward ? groups::kOneBackwardResident : groups::kOneResident;
+  const int64_t wanted = device.sms * resident / plan.threads / plan.slices;
+  const int64_t of_row = ceil_div(problem.samples, plan.rows);
+  const bool few = problem.backward && of_row <= groups::kFewOneSamples;
+  plan.tiles = few ? 1 : static_cast<int>(std::clamp<int64_t>(wanted, 1, of_row));
+  plan.blocks = int64_t{plan.slices} * plan.tiles;
+  plan.parts_of_channel = plan.tiles;
+  if (problem.backward && plan.tiles > 1) {
+    plan.workspace_bytes = plan.tiles * problem.channels * 2 * acc_size_of(problem.x);
+  }
+  return true;
 }
 
 // Whether a block that holds a group should move whole vectors although channels begin in the midst
@@ -179,9 +217,9 @@ bool vectors_straddle(const GroupProblem& problem) {
          problem.channels_of_group() * problem.positions % full == 0;
 }
 
-// Whether backward should take planes of one position, which lie as channels_last does, for that:
-// where a block has work for all its threads, and many groups because they are short (float32, 1024
-// x 8192 in 512 groups: a block for each group 685, so 280).
+// Whether backward should take planes of one position, which lie as channels_last does, for that,
+// where samples have numbers of their own: if a block has work for all its threads, and many groups
+// because they are short (float32, 1024 x 8192 in 512 groups: a block for each group 685, so 280).
 bool is_better_last(const GroupProblem& problem) {
   const int64_t slice = int64_t{kLastThreads} * vector_width(size_of(problem.x));
   return problem.backward && problem.aligned && problem.positions == 1 &&
@@ -211,6 +249,7 @@ std::optional<GroupPlan> make_group_plan(const GroupProblem& given, const Device
       problem.samples * problem.groups > kMostExtent / 2) {
     return std::nullopt;
   }
+  if (hold_positions(plan, problem, device)) return plan;
   if (planes) {
     bool found = false;
     if (vectors_straddle(problem)) {
@@ -219,14 +258,14 @@ std::optional<GroupPlan> make_group_plan(const GroupProblem& given, const Device
       found = hold_planes(plan, problem, device);
     }
     if (!found) {
-      count_channels(plan, problem, group_width(problem), 1);
+      count_channels(plan, problem, group_width(problem, problem.positions, true), 1);
       found = hold_planes(plan, problem, device) || split_planes(plan, problem, device);
     }
     if (found) return plan.blocks <= kMostBlocks ? std::optional(plan) : std::nullopt;
     plan.blocks_per_group = plan.cluster = 1;
     cut_planes(plan, problem);
   } else {
-    plan.width = group_width(problem);
+    plan.width = group_width(problem, problem.channels, false);
     cut_channels_last(plan, problem);
   }
   const int64_t all_groups = problem.samples * problem.groups;
@@ -253,6 +292,10 @@ std::string describe(const GroupPlan& plan) {
     json.add("tiles", plan.tiles).add("tile_channels", plan.tile_channels);
     json.add("pieces", plan.pieces).add("columns", plan.columns).add("slices", plan.slices);
     json.add("rows", plan.rows).add("tile_positions", plan.tile_positions);
+  } else if (plan.strategy == GroupStrategy::kOnePosition) {
+    json.add("lanes", plan.lanes).add("lane_vectors", plan.lane_vectors);
+    json.add("groups_of_slice", plan.groups_of_slice);
+    json.add("rows", plan.rows).add("slices", plan.slices).add("tiles", plan.tiles);
   } else {
     json.add("blocks_per_group", plan.blocks_per_group);
   }

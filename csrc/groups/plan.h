@@ -9,8 +9,10 @@
 //
 //   planes         each channel is a run of memory. A tile has some channels of a group, or a piece
 //                  of one (planes.cu).
-//   channels_last  a tile has all channels of some positions (channels_last.cu). With one
-//                  position x has both layouts; backward of short groups reads it as this one.
+//   channels_last  a tile has all channels of some positions (channels_last.cu).
+//
+// Samples of one position have both layouts, and a strategy of their own (one_position.cu) unless a
+// sample has numbers of its own: backward of short groups is then that of channels_last.
 //
 // How a sample is cut depends on its channels, its positions, the types and the alignment, never on
 // the number of samples, so its bits do not depend on its batch.
@@ -34,6 +36,7 @@ struct GroupProblem {
   DataType x = DataType::kFloat32, y = DataType::kFloat32;  // y: of dy in backward
   bool aligned = true;  // x, y and dy begin at multiples of 16 bytes
   bool backward = false;
+  bool modulated = false;  // a sample has numbers of its own
 
   int64_t channels_of_group() const { return channels / groups; }
 };
@@ -61,15 +64,14 @@ struct Divisor {
 #endif
 };
 
-enum class GroupStrategy : int32_t { kHeld, kSplit, kTiles };
+enum class GroupStrategy : int32_t { kHeld, kSplit, kTiles, kOnePosition };
 inline const char* name_of(GroupStrategy strategy) {
-  constexpr const char* kNames[] = {"held", "split", "tiles"};
+  constexpr const char* kNames[] = {"held", "split", "tiles", "one_position"};
   return kNames[static_cast<int>(strategy)];
 }
 
 struct GroupPlan : Launch {
   GroupStrategy strategy = GroupStrategy::kTiles;
-  // As which the kernels read x. One position has both layouts: the plan takes the better one.
   GroupLayout layout = GroupLayout::kPlanes;
   int width = 1;  // elements that a thread moves at once
 
@@ -94,6 +96,11 @@ struct GroupPlan : Launch {
   int tile_positions = 0;
   int groups_of_slice = 1;  // that a slice has, in whole or in part
   bool has_totals = true;   // of more parts than one a group, which a kernel of its own combines
+
+  // One position: the threads of a group, and the vectors of each. `rows` samples of
+  // `groups_of_slice` groups are side by side in a block, `slices` blocks have all channels, and
+  // there are `tiles` times as many, each of which has some samples.
+  int lanes = 1, lane_vectors = 1;
 
   // The workspace: parts of groups, or slots in which blocks meet; parts of channels, of which each
   // channel of a sample has up to so many; totals.
@@ -124,6 +131,14 @@ constexpr int kGroupsKept = 8;
 constexpr int kMostSplitSlots = 8;
 constexpr int kLastThreads = 256, kLastVecs = 4, kLastBackwardVecs = 2;
 constexpr int kTotalsThreads = 256;
+// One position: the threads of a block of several groups, and the most of a block that has one; the
+// vectors of a thread, whose registers have room for the next sample's too. Of long groups, of
+// whole vectors, a thread has twice as many.
+constexpr int kOneThreads = 256, kMostOneThreads = 512;
+constexpr int one_position_vecs(int width, int size) { return width > 1 && size > 2 ? 2 : 1; }
+constexpr bool one_position_may_be_long(int width, int size) {
+  return width == vector_width(size) && size < 8;
+}
 
 // Positions are 32-bit numbers in kernels.
 constexpr int64_t kMostPositions = int64_t{1} << 30;

@@ -32,11 +32,17 @@ constexpr int64_t kLargeSample = 8 << 20;
 constexpr int64_t kLastTileBytes = 32 << 10, kLargeLastTileBytes = 60 << 10;
 constexpr int64_t kBackwardLastTileBytes = 40 << 10, kLargeBackwardLastTileBytes = 90 << 10;
 constexpr int64_t kMostLastTiles = 1024;
-// Groups of one position and up to so many channels are short (plan.cpp's is_better_last). Longer
-// ones gain nothing: with a sample in one kernel, 1024 x 8192 in 16 groups took 167, held 175.
+// Groups of one position and up to so many channels are short (plan.cpp's is_better_last).
 constexpr int64_t kShortLastGroup = 32;
 // Threads that move single elements have as many of them as others have vectors, while a sample has
 // fewer tiles than so many (backward on an H200, 1 x 150 x 37 x 37 in 5 groups by 11 tiles 54.6).
 constexpr int64_t kFewLastTiles = 128;
+
+// One position: the threads of a multiprocessor, as many as have registers (on an H200, a block for
+// each group and these: 1024 x 8192 float32 in 16 groups 56, 21, backward 175, 34; 4096 x 256
+// bfloat16 in 32 groups 85, 5.8, 261, 12).
+constexpr int kOneResident = 1024, kOneBackwardResident = 512;
+// Backward, a block goes through up to so many samples alone, which saves the kernel for parts.
+constexpr int64_t kFewOneSamples = 4;
 
 }  // namespace fused_layernorm::groups

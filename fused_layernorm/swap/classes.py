@@ -191,7 +191,7 @@ def _or_stock(swapped: Any) -> Forward:
         if not args and kwargs.get(first) is not None:
             args = (kwargs.pop(first),)
         others = (*kwargs.values(), *self._parameters.values())
-        known = bool(args) and is_known(self) and stock.are_supported(*args, *others)
+        known = len(args) > 0 and is_known(self) and stock.are_supported(*args, *others)
         found = fused(self, *args, **kwargs) if known else None
         return unfused(self, *args, **kwargs) if found is None else found
 
