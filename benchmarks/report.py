@@ -133,7 +133,7 @@ def named(row: Row) -> dict[str, str]:
 
 
 def day_of(report: Report, part: dict[str, Any]) -> str:
-    code = part.get("csrc_sha256", report["csrc_sha256"])
+    code = part.get("csrc_sha256") or report["csrc_sha256"]
     return part.get("date", "-")[:10] + f", csrc {code[:8]}" * (code != report["csrc_sha256"])
 
 

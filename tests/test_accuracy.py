@@ -313,10 +313,13 @@ OF_GROUPS = [
 ]  # fmt: skip
 GROUPS_ON_CUDA = [
     *(call for call, _ in families.GROUP_KERNELS),
+    # Of one position, where samples have numbers of their own.
+    *(replace(call, modulation="both") for call, strategies in families.GROUP_KERNELS
+      if "one_position" in strategies),
     of_groups((2, 64, 64, 64), 4, (F64, None), activation="gelu"),
     of_groups((2, 6, 30, 33), 3, (F64, None)),
     of_groups((1, 1280, 32, 32), 32, (F64, None), layout="channels_last", modulation="both"),
-]
+]  # fmt: skip
 
 
 def limits_of_groups():
