@@ -23,7 +23,8 @@ inline int64_t param_grad_blocks(const GroupParams& p) {
 using GroupLaunch = cudaError_t(const GroupParams&, const GroupTypes&, const GroupPlan&,
                                 cudaStream_t);
 GroupLaunch launch_planes, launch_channels_last, launch_group_totals;
-// The launch where lanes or blocks hold or share groups; backward, one for parameters follows.
+// The launch where lanes or blocks hold or share groups; backward, one for parameters follows if
+// this one leaves parts.
 GroupLaunch launch_held_groups, launch_split_groups, launch_one_position;
 
 // The launches of a call over tiles, with so many bytes of shared memory: one measures them, the

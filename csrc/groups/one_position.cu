@@ -34,12 +34,13 @@ struct OneThread {
       if (is_there && vector < vectors) use(i, channel + vector * kWidth);
     }
   }
-  // Calls use(sample, whether it is there) as often for each thread of the block.
+  // Calls use(sample, whether it is there), equally often for all threads, so that `use` may have
+  // barriers.
   FUSED_DEVICE void each_sample(const GroupParams& p, const auto& use) const {
     for (int64_t n = first; n < p.samples; n += step) use(n + row, n + row < p.samples);
   }
-  // The sum over the threads of the group, which all of them get. Of two calls in succession each
-  // has one half of `scratch`.
+  // The sum over the threads of the group, which all of them get. Calls take turns with two scratch
+  // areas: after the barrier in the next call nobody reads the one of this call any more.
   template <typename Value>
   FUSED_DEVICE Value sum(Value v, Value* scratch) const {
     return lanes > kWarpSize ? team_sum(v, BlockTeam(), scratch) : logical_warp_sum(v, lanes);
@@ -113,7 +114,8 @@ __global__ void __launch_bounds__(kMostOneThreads,
   __shared__ alignas(16) Acc scratch[2][kMaxWarps];
   const OneThread<kWidth, kVecs> own(plan, p);
   Vec<X, kWidth> next[kVecs];
-  // Deviations from a group's first element are summed up, so that a large mean costs no digits.
+  // Deviations from a group's first element are summed up, so that a large mean costs no digits
+  // (an outlier in its place does: kMostOnePivot).
   Acc next_pivot = 0;
   const auto bring = [&](int64_t n) {
     own.template load_sample<X>(next, p.x, n, p);
@@ -234,7 +236,7 @@ __global__ void __launch_bounds__(kMostOneThreads, 1)
     });
   });
   if (p.dweight.at == nullptr && p.dbias.at == nullptr) return;
-  // Of the block, which its first row stores.
+  // The sums of the block's rows, which the first row stores: as the gradients, or as a part.
   auto* const parts = pairs_at<Acc>(p, 0) + int64_t{blockIdx.x / plan.slices} * p.channels;
   const int apart = plan.groups_of_slice * own.lanes;  // threads from one row to the next
   const Acc scale = p.scale.as<Acc>();

@@ -169,19 +169,22 @@ int group_width(const GroupProblem& problem, int64_t extent, bool may_be_half) {
 bool hold_positions(GroupPlan& plan, const GroupProblem& problem, const Device& device) {
   if (problem.positions != 1 || problem.modulated) return false;
   const int64_t of_group = problem.channels_of_group();
-  plan.width = group_width(problem, of_group, true);
   const int size = size_of(problem.x);
+  // A channel's place in its sample is a 32-bit number of bytes.
+  if (problem.channels * std::max(size, size_of(problem.y)) > int64_t{1} << 32) return false;
+  if (!problem.backward && size > 2 && of_group > groups::kMostOnePivot) return false;
+  plan.width = group_width(problem, of_group, true);
   plan.lane_vectors = one_position_vecs(plan.width, size);
   const bool is_long = one_position_may_be_long(plan.width, size) &&
                        of_group > plan.width * plan.lane_vectors * kMostOneThreads;
   if (is_long) plan.lane_vectors *= 2;
   const int64_t each = plan.width * plan.lane_vectors, threads = ceil_div(of_group, each);
-  // Of weight and bias.
+  // Bytes of shared memory, for weight and bias.
   const int64_t maps = is_long ? round_up(threads, kWarpThreads) * each * 2 * sizeof(float) : 0;
   if (threads > kMostOneThreads || maps > room_of(device)) return false;
   plan.shared_bytes = static_cast<int>(maps);
   plan.strategy = GroupStrategy::kOnePosition;
-  plan.layout = GroupLayout::kChannelsLast;
+  plan.layout = GroupLayout::kChannelsLast;  // parts of channels lie side by side
   plan.lanes = 1;
   while (plan.lanes < threads && plan.lanes < kWarpThreads) plan.lanes *= 2;
   plan.threads = kOneThreads;
@@ -193,8 +196,9 @@ bool hold_positions(GroupPlan& plan, const GroupProblem& problem, const Device& 
   plan.rows = static_cast<int>(teams / plan.groups_of_slice);
   plan.slices = static_cast<int>(ceil_div(problem.groups, plan.groups_of_slice));
   const int64_t resident = problem.backward ? groups::kOneBackwardResident : groups::kOneResident;
-  const int64_t wanted = device.sms * resident / plan.threads / plan.slices;
   const int64_t of_row = ceil_div(problem.samples, plan.rows);
+  const int64_t wanted = std::max(device.sms * resident / plan.threads / plan.slices,
+                                  ceil_div(of_row, groups::kMostOneSamples));
   const bool few = problem.backward && of_row <= groups::kFewOneSamples;
   plan.tiles = few ? 1 : static_cast<int>(std::clamp<int64_t>(wanted, 1, of_row));
   plan.blocks = int64_t{plan.slices} * plan.tiles;

@@ -103,7 +103,7 @@ struct GroupPlan : Launch {
   int lanes = 1, lane_vectors = 1;
 
   // The workspace: parts of groups, or slots in which blocks meet; parts of channels, of which each
-  // channel of a sample has up to so many; totals.
+  // channel of a sample (with one position, each channel) has up to so many; totals.
   int64_t parts_offset = 0, totals_offset = 0;
   int parts_of_channel = 1;
   bool starts_early = true;
@@ -131,11 +131,12 @@ constexpr int kGroupsKept = 8;
 constexpr int kMostSplitSlots = 8;
 constexpr int kLastThreads = 256, kLastVecs = 4, kLastBackwardVecs = 2;
 constexpr int kTotalsThreads = 256;
-// One position: the threads of a block of several groups, and the most of a block that has one; the
-// vectors of a thread, whose registers have room for the next sample's too. Of long groups, of
-// whole vectors, a thread has twice as many.
+// One position: the threads of a block of several groups, and the most of a block that has one.
 constexpr int kOneThreads = 256, kMostOneThreads = 512;
+// The vectors of a thread, whose registers have room for the next sample's too.
 constexpr int one_position_vecs(int width, int size) { return width > 1 && size > 2 ? 2 : 1; }
+// Whether a thread may have twice as many, of groups that are too long for a block otherwise. It
+// then has weight and bias in shared memory, and loads no sample ahead.
 constexpr bool one_position_may_be_long(int width, int size) {
   return width == vector_width(size) && size < 8;
 }

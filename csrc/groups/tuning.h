@@ -38,11 +38,14 @@ constexpr int64_t kShortLastGroup = 32;
 // fewer tiles than so many (backward on an H200, 1 x 150 x 37 x 37 in 5 groups by 11 tiles 54.6).
 constexpr int64_t kFewLastTiles = 128;
 
-// One position: the threads of a multiprocessor, as many as have registers (on an H200, a block for
-// each group and these: 1024 x 8192 float32 in 16 groups 56, 21, backward 175, 34; 4096 x 256
-// bfloat16 in 32 groups 85, 5.8, 261, 12).
+// One position: about so many threads of a multiprocessor go through samples (on an H200, 1000 x
+// 8192 bfloat16 in 512 groups 13, backward 30; held by a block for each group 317, 355).
 constexpr int kOneResident = 1024, kOneBackwardResident = 512;
-// Backward, a block goes through up to so many samples alone, which saves the kernel for parts.
-constexpr int64_t kFewOneSamples = 4;
+// Backward, one block goes through all samples if each of its rows has up to so many, which saves
+// the kernel for parts. No row has more than the second number, so that sums of float32 stay short.
+constexpr int64_t kFewOneSamples = 4, kMostOneSamples = 256;
+// Forward, sums start from the first element of a group, which may be far from all others. Of
+// longer groups of float32 and float64 the threads of a block have a start each (held.cu).
+constexpr int64_t kMostOnePivot = 64;
 
 }  // namespace fused_layernorm::groups
