@@ -313,7 +313,6 @@ OF_GROUPS = [
 ]  # fmt: skip
 GROUPS_ON_CUDA = [
     *(call for call, _ in families.GROUP_KERNELS),
-    # Of one position, where samples have numbers of their own.
     *(replace(call, modulation="both") for call, strategies in families.GROUP_KERNELS
       if "one_position" in strategies),
     of_groups((2, 64, 64, 64), 4, (F64, None), activation="gelu"),
@@ -359,8 +358,7 @@ def limits_of_groups():
             c = of_groups((2, channels, positions, 2), g, (BF16, None), layout="channels_last")
             yield replace(c, modulation="both", **silu)
         yield replace(c, layout="misaligned channels_last")
-    # Samples of one position: lanes and blocks of a group, rows of samples side by side, whole and
-    # half vectors and single elements.
+    # One position: lanes and blocks of a group, rows of samples side by side, single elements.
     for of_group, dtype, groups in itertools.product(
         (1, 8, 12, 31, 32, 33, 248, 256, 264, 512, 513, 4096, 4104, 8192, 8200), (F32, BF16), (1, 3)
     ):

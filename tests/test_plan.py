@@ -552,7 +552,7 @@ def check_channels(p, sizes, problem):
     in_last, one = problem["channels_last"], strategy == "one_position"
     extent = channels // groups if one else channels if in_last else positions
     units = p.get("vector_units", 1)  # channels are counted in these: elements, or else vectors
-    assert width in ((1, 4, 8) if size == 2 and (one or not in_last) else (1, 16 // size))
+    assert width in ((1, 4, 8) if size == 2 and not (one or in_last) else (1, 16 // size))
     assert width != 4 or size == 4 or problem["y_dtype"] == problem["dtype"]
     assert units == 1 or (strategy == "held" and units == width == 16 // size > 2)
     assert width == 1 or problem["aligned"]
@@ -567,13 +567,13 @@ def check_channels(p, sizes, problem):
         lanes, rows, side = p["lanes"], p["rows"], p["groups_of_slice"]
         # Lanes of a warp are a power of two, and have all of the group.
         assert (lanes & (lanes - 1) == 0) if lanes <= 32 else lanes == p["threads"] <= 512
-        assert vectors <= lanes * p["lane_vectors"] <= lanes * 4
+        assert vectors <= lanes * (1 if width == 1 or size == 2 else 2)
+        assert problem["dtype"] == problem["y_dtype"] != F64
         assert rows * side * lanes <= p["threads"]
         assert (p["slices"] - 1) * side < groups <= p["slices"] * side
         assert p["tiles"] == 1 or (p["tiles"] - 1) * rows < samples
         assert p["blocks"] == p["slices"] * p["tiles"]
-        parts = p["tiles"] if backward and p["tiles"] > 1 else 0
-        assert p["workspace_bytes"] == parts * channels * (16 if size == 8 else 8)
+        assert p["workspace_bytes"] == backward * (p["tiles"] > 1) * p["tiles"] * channels * 8
     elif strategy == "held":
         assert p["cluster"] == p["blocks_per_group"] in (1, 2, 8)
         assert p["blocks"] == samples * groups * p["cluster"]
@@ -633,8 +633,8 @@ def test_kernels_can_run_every_plan_of_groups():
         check_channels(p, sizes, problem)
         seen.add((p["strategy"], problem["backward"], problem["channels_last"], p["cluster"]))
         widths.add((p["strategy"], p["width"], p.get("vector_units", 1)))
-    ways = {(name, last) for name in ("one_position", "held", "split", "tiles")
-            for last in (False, True) if name in ("one_position", "tiles") or not last}  # fmt: skip
+    of_both = itertools.product(("one_position", "tiles"), (False, True))
+    ways = {("held", False), ("split", False), *of_both}
     assert {(s, b, last) for s, b, last, _ in seen} == {
         (strategy, b, last) for strategy, last in ways for b in (False, True)
     }

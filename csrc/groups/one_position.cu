@@ -77,40 +77,25 @@ FUSED_DEVICE void load_numbers(Acc (&to)[kWidth], const ChannelNumbers& numbers,
   }
 }
 
-// weight and bias of a thread's channels, in registers or, of long groups, in shared memory.
-template <typename Acc, int kWidth>
-struct VectorMap {
-  Acc factor[kWidth], offset[kWidth];
-};
-template <typename Acc, int kWidth, int kVecs, bool kInRegisters>
+// weight and bias of a thread's channels.
+template <typename Acc, int kWidth, int kVecs>
 struct OneMaps {
-  VectorMap<Acc, kWidth> kept[kInRegisters ? kVecs : 1];
-  VectorMap<Acc, kWidth>* const shared;  // [vector][thread]
+  Acc factor[kVecs][kWidth], offset[kVecs][kWidth];
 
-  FUSED_DEVICE OneMaps(const GroupParams& p, const OneThread<kWidth, kVecs>& own, void* to)
-      : shared(static_cast<VectorMap<Acc, kWidth>*>(to) + threadIdx.x) {
+  FUSED_DEVICE OneMaps(const GroupParams& p, const OneThread<kWidth, kVecs>& own) {
     own.each([&](int i, int c) {
-      VectorMap<Acc, kWidth>& map = kInRegisters ? kept[i] : shared[i * blockDim.x];
-      load_numbers(map.factor, p.weight, c, Acc(1));
-      load_numbers(map.offset, p.bias, c, Acc(0));
+      load_numbers(factor[i], p.weight, c, Acc(1));
+      load_numbers(offset[i], p.bias, c, Acc(0));
     });
   }
-  FUSED_DEVICE const VectorMap<Acc, kWidth>& of(int i) const {
-    return kInRegisters ? kept[i] : shared[i * blockDim.x];
-  }
 };
-// Whether registers have room for the maps of a thread's channels, and for the next sample.
-template <typename X, int kWidth, int kVecs>
-constexpr bool kHasRoom = kVecs == one_position_vecs(kWidth, sizeof(X));
 
-template <typename X, typename Y, int kWidth, int kVecs>
-__global__ void __launch_bounds__(kMostOneThreads,
-                                  kHasRoom<X, kWidth, kVecs> && sizeof(X) < 8 ? 2 : 1)
+template <typename X, int kWidth>
+__global__ void __launch_bounds__(kMostOneThreads, 2)
     one_position_kernel(const __grid_constant__ GroupPlan plan,
                         const __grid_constant__ GroupParams p) {
   using Acc = acc_t<X>;
-  constexpr bool kRoom = kHasRoom<X, kWidth, kVecs>;
-  extern __shared__ __align__(16) unsigned char shared[];
+  constexpr int kVecs = one_position_vecs(kWidth, sizeof(X));
   __shared__ alignas(16) Acc scratch[2][kMaxWarps];
   const OneThread<kWidth, kVecs> own(plan, p);
   Vec<X, kWidth> next[kVecs];
@@ -118,20 +103,19 @@ __global__ void __launch_bounds__(kMostOneThreads,
   // (an outlier in its place does: kMostOnePivot).
   Acc next_pivot = 0;
   const auto bring = [&](int64_t n) {
-    own.template load_sample<X>(next, p.x, n, p);
+    own.load_sample(next, p.x, n, p);
     if (n < p.samples && own.vectors > 0) {
       next_pivot = to_acc(static_cast<const X*>(p.x)[n * p.channels + own.channel]);
     }
   };
-  if (kRoom) bring(own.first + own.row);
-  const OneMaps<Acc, kWidth, kVecs, kRoom> maps(p, own, shared);
+  bring(own.first + own.row);
+  const OneMaps<Acc, kWidth, kVecs> maps(p, own);
   const Reciprocal<Acc> inverse(p.inverse_count);
   own.each_sample(p, [&](int64_t n, bool is_there) {
-    if (!kRoom) bring(n);
     Acc values[kVecs][kWidth];
     own.each([&](int i, int) { unpack(values[i], next[i]); }, is_there);
     const Acc pivot = next_pivot;
-    if (kRoom) bring(n + own.step);
+    bring(n + own.step);
     Acc sum = 0, m2 = 0;
     own.each(
         [&](int i, int) {
@@ -152,86 +136,81 @@ __global__ void __launch_bounds__(kMostOneThreads,
     if (is_there && own.vectors > 0 && own.lane == 0) {
       store_group(p, n * p.groups + own.group, Pair<Acc>{mean, rstd});
     }
-    Y* const y = static_cast<Y*>(p.y) + n * p.channels;
-    with_activation<kRoom ? kActivationLoops<X, kWidth> : 1>(p, [&](auto activation) {
+    X* const y = static_cast<X*>(p.y) + n * p.channels;
+    with_activation<kActivationLoops<X, kWidth>>(p, [&](auto activation) {
       own.each(
           [&](int i, int c) {
-            const auto& map = maps.of(i);
             FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
-              values[i][j] = values[i][j] * (rstd * map.factor[j]) + map.offset[j];
+              values[i][j] = values[i][j] * (rstd * maps.factor[i][j]) + maps.offset[i][j];
             }
-            activate_if<Y, decltype(activation)::value>(p, values[i]);
-            store_once(element(y, c), round_to<Y>(values[i]));
+            activate_if<X, decltype(activation)::value>(p, values[i]);
+            store_once(element(y, c), round_to<X>(values[i]));
           },
           is_there);
     });
   });
 }
 
-template <typename X, typename Y, int kWidth, int kVecs>
+template <typename X, int kWidth>
 __global__ void __launch_bounds__(kMostOneThreads, 1)
     one_position_backward_kernel(const __grid_constant__ GroupPlan plan,
                                  const __grid_constant__ GroupParams p) {
   using Acc = acc_t<X>;
-  constexpr bool kRoom = kHasRoom<X, kWidth, kVecs>;
-  extern __shared__ __align__(16) unsigned char shared[];
+  constexpr int kVecs = one_position_vecs(kWidth, sizeof(X));
   __shared__ alignas(16) Pair<Acc> scratch[2][kMaxWarps];
-  __shared__ Pair<Acc> of_rows[kWidth][kRoom ? kOneThreads : 1];  // a long group has one row
+  __shared__ Pair<Acc> of_rows[kWidth][kOneThreads];
   let_next_kernel_start();
   const OneThread<kWidth, kVecs> own(plan, p);
-  Vec<X, kWidth> x[kVecs], next_x[kVecs];
-  Vec<Y, kWidth> dy[kVecs], next_dy[kVecs];
+  Vec<X, kWidth> x[kVecs], next_x[kVecs], dy[kVecs], next_dy[kVecs];
   Pair<Acc> statistics, next_statistics;
   const auto bring = [&](int64_t n) {
-    own.template load_sample<X>(next_x, p.x, n, p);
-    own.template load_sample<Y>(next_dy, p.dy, n, p);
+    own.load_sample(next_x, p.x, n, p);
+    own.load_sample(next_dy, p.dy, n, p);
     if (n < p.samples && own.vectors > 0) {
       next_statistics = load_group<Acc>(p, n * p.groups + own.group);
     }
   };
-  if (kRoom) bring(own.first + own.row);
-  const OneMaps<Acc, kWidth, kVecs, kRoom> maps(p, own, shared);
+  bring(own.first + own.row);
+  const OneMaps<Acc, kWidth, kVecs> maps(p, own);
   Pair<Acc> grads[kVecs][kWidth];  // sums of dz and of dz xhat over the samples
   bool odd = false;
   own.each_sample(p, [&](int64_t n, bool is_there) {
-    if (!kRoom) bring(n);
     FUSED_UNROLL for (int i = 0; i < kVecs; ++i) {
       x[i] = next_x[i];
       dy[i] = next_dy[i];
     }
     statistics = next_statistics;
-    if (kRoom) bring(n + own.step);
+    bring(n + own.step);
     const Acc rstd = statistics.second;
-    // Calls body(vector, first channel, its map, slopes, gradients) for the vectors of this thread.
+    // Calls body(vector, first channel, slopes, gradients) for the vectors of this thread.
     const auto each = [&](const auto& body) {
-      with_activation<kRoom ? kActivationLoops<X, kWidth> : 1>(p, [&](auto activation) {
+      with_activation<kActivationLoops<X, kWidth>>(p, [&](auto activation) {
         own.each(
             [&](int i, int c) {
-              const auto& map = maps.of(i);
               ChannelSlope<Acc[kWidth]> of;
               FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
-                of.slope[j] = map.factor[j] * rstd;
-                of.offset[j] = map.offset[j];
+                of.slope[j] = maps.factor[i][j] * rstd;
+                of.offset[j] = maps.offset[i][j];
               }
-              body(i, c, map, of,
+              body(i, c, of,
                    GroupGradients<Acc, kWidth>(p, x[i], dy[i], statistics.first, of, activation));
             },
             is_there);
       });
     };
     Pair<Acc> sums;
-    each([&](int i, int, const auto& map, const auto&, const auto& gradients) {
+    each([&](int i, int, const auto&, const auto& gradients) {
       FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
         const Acc dz = gradients.dz[j], dz_d = dz * gradients.d[j];
         grads[i][j] += Pair<Acc>{dz, dz_d * rstd};
-        sums += Pair<Acc>{map.factor[j] * dz, map.factor[j] * dz_d};
+        sums += Pair<Acc>{maps.factor[i][j] * dz, maps.factor[i][j] * dz_d};
       }
     });
     sums = scaled_sums(p, own.sum(sums, scratch[odd]), rstd);
     odd = !odd;
     const DxOfGroup<Acc> of_group(p, group_means(p, sums), rstd);
     X* const dx = static_cast<X*>(p.y) + n * p.channels;
-    each([&](int, int c, const auto&, const auto& of, const auto& gradients) {
+    each([&](int, int c, const auto& of, const auto& gradients) {
       store_once(element(dx, c), of_group.template dx<X>(gradients, of));
     });
   });
@@ -241,7 +220,7 @@ __global__ void __launch_bounds__(kMostOneThreads, 1)
   const int apart = plan.groups_of_slice * own.lanes;  // threads from one row to the next
   const Acc scale = p.scale.as<Acc>();
   FUSED_UNROLL for (int i = 0; i < kVecs; ++i) {
-    for (int left = kRoom ? plan.rows : 1, half; left > 1; left = half) {
+    for (int left = plan.rows, half; left > 1; left = half) {
       half = (left + 1) / 2;
       __syncthreads();
       FUSED_UNROLL for (int j = 0; j < kWidth; ++j) of_rows[j][threadIdx.x] = grads[i][j];
@@ -271,15 +250,18 @@ cudaError_t launch_one_position(const GroupParams& params, const GroupTypes& typ
                                 const GroupPlan& plan, cudaStream_t stream) {
   return dispatch_group_types(types, plan.width, [&](auto x, auto y, auto width) -> cudaError_t {
     using X = decltype(x);
-    using Y = decltype(y);
-    constexpr int kVecs = one_position_vecs(width(), sizeof(X));
-    using Vecs = std::conditional_t<one_position_may_be_long(width(), sizeof(X)),
-                                    VecsList<kVecs, 2 * kVecs>, VecsList<kVecs>>;
-    return dispatch_vecs(Vecs{}, plan.lane_vectors, [&](auto vecs) {
-      return launch(types.backward ? one_position_backward_kernel<X, Y, width(), vecs()>
-                                   : one_position_kernel<X, Y, width(), vecs()>,
-                    plan, stream, plan, params);
-    });
+    constexpr bool kWhole = width() == vector_width(static_cast<int>(sizeof(X)));
+    if constexpr (std::is_same_v<X, decltype(y)> && sizeof(X) <= 4) {
+      if constexpr (kWhole || width() == 1) {
+        if (types.backward) {
+          return launch(one_position_backward_kernel<X, width()>, plan, stream, plan, params);
+        }
+      }
+      if constexpr (kWhole) {
+        return launch(one_position_kernel<X, width()>, plan, stream, plan, params);
+      }
+    }
+    return cudaErrorInvalidValue;
   });
 }
 

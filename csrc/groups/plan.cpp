@@ -167,22 +167,16 @@ int group_width(const GroupProblem& problem, int64_t extent, bool may_be_half) {
 
 // Some lanes of a warp, or a block, for each group of samples of one position.
 bool hold_positions(GroupPlan& plan, const GroupProblem& problem, const Device& device) {
-  if (problem.positions != 1 || problem.modulated) return false;
-  const int64_t of_group = problem.channels_of_group();
   const int size = size_of(problem.x);
-  // A channel's place in its sample is a 32-bit number of bytes.
-  if (problem.channels * std::max(size, size_of(problem.y)) > int64_t{1} << 32) return false;
-  if (!problem.backward && size > 2 && of_group > groups::kMostOnePivot) return false;
-  plan.width = group_width(problem, of_group, true);
-  plan.lane_vectors = one_position_vecs(plan.width, size);
-  const bool is_long = one_position_may_be_long(plan.width, size) &&
-                       of_group > plan.width * plan.lane_vectors * kMostOneThreads;
-  if (is_long) plan.lane_vectors *= 2;
-  const int64_t each = plan.width * plan.lane_vectors, threads = ceil_div(of_group, each);
-  // Bytes of shared memory, for weight and bias.
-  const int64_t maps = is_long ? round_up(threads, kWarpThreads) * each * 2 * sizeof(float) : 0;
-  if (threads > kMostOneThreads || maps > room_of(device)) return false;
-  plan.shared_bytes = static_cast<int>(maps);
+  if (problem.positions != 1 || problem.modulated || problem.y != problem.x || size > 4) {
+    return false;
+  }
+  const int64_t of_group = problem.channels_of_group();
+  plan.width = group_width(problem, of_group, false);
+  const bool has_pivot = size == 2 || of_group <= groups::kMostOnePivot;
+  if (!problem.backward && (plan.width == 1 || !has_pivot)) return false;
+  const int64_t threads = ceil_div(of_group, plan.width * one_position_vecs(plan.width, size));
+  if (threads > kMostOneThreads) return false;
   plan.strategy = GroupStrategy::kOnePosition;
   plan.layout = GroupLayout::kChannelsLast;  // parts of channels lie side by side
   plan.lanes = 1;
@@ -297,8 +291,7 @@ std::string describe(const GroupPlan& plan) {
     json.add("pieces", plan.pieces).add("columns", plan.columns).add("slices", plan.slices);
     json.add("rows", plan.rows).add("tile_positions", plan.tile_positions);
   } else if (plan.strategy == GroupStrategy::kOnePosition) {
-    json.add("lanes", plan.lanes).add("lane_vectors", plan.lane_vectors);
-    json.add("groups_of_slice", plan.groups_of_slice);
+    json.add("lanes", plan.lanes).add("groups_of_slice", plan.groups_of_slice);
     json.add("rows", plan.rows).add("slices", plan.slices).add("tiles", plan.tiles);
   } else {
     json.add("blocks_per_group", plan.blocks_per_group);

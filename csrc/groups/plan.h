@@ -11,8 +11,10 @@
 //                  of one (planes.cu).
 //   channels_last  a tile has all channels of some positions (channels_last.cu).
 //
-// Samples of one position have both layouts, and a strategy of their own (one_position.cu) unless a
-// sample has numbers of its own: backward of short groups is then that of channels_last.
+// Samples of one position have both layouts. Groups that are not too long have a strategy of their
+// own (one_position.cu) if x and y are of one type, but float64, and no sample has numbers of its
+// own; forward, if they are whole vectors too. Else backward of short ones is that of
+// channels_last.
 //
 // How a sample is cut depends on its channels, its positions, the types and the alignment, never on
 // the number of samples, so its bits do not depend on its batch.
@@ -97,10 +99,10 @@ struct GroupPlan : Launch {
   int groups_of_slice = 1;  // that a slice has, in whole or in part
   bool has_totals = true;   // of more parts than one a group, which a kernel of its own combines
 
-  // One position: the threads of a group, and the vectors of each. `rows` samples of
+  // One position: the threads of a group. `rows` samples of
   // `groups_of_slice` groups are side by side in a block, `slices` blocks have all channels, and
   // there are `tiles` times as many, each of which has some samples.
-  int lanes = 1, lane_vectors = 1;
+  int lanes = 1;
 
   // The workspace: parts of groups, or slots in which blocks meet; parts of channels, of which each
   // channel of a sample (with one position, each channel) has up to so many; totals.
@@ -135,11 +137,6 @@ constexpr int kTotalsThreads = 256;
 constexpr int kOneThreads = 256, kMostOneThreads = 512;
 // The vectors of a thread, whose registers have room for the next sample's too.
 constexpr int one_position_vecs(int width, int size) { return width > 1 && size > 2 ? 2 : 1; }
-// Whether a thread may have twice as many, of groups that are too long for a block otherwise. It
-// then has weight and bias in shared memory, and loads no sample ahead.
-constexpr bool one_position_may_be_long(int width, int size) {
-  return width == vector_width(size) && size < 8;
-}
 
 // Positions are 32-bit numbers in kernels.
 constexpr int64_t kMostPositions = int64_t{1} << 30;

@@ -45,7 +45,7 @@ constexpr int kOneResident = 1024, kOneBackwardResident = 512;
 // the kernel for parts. No row has more than the second number, so that sums of float32 stay short.
 constexpr int64_t kFewOneSamples = 4, kMostOneSamples = 256;
 // Forward, sums start from the first element of a group, which may be far from all others. Of
-// longer groups of float32 and float64 the threads of a block have a start each (held.cu).
+// longer groups of float32 the threads of a block have a start each (held.cu).
 constexpr int64_t kMostOnePivot = 64;
 
 }  // namespace fused_layernorm::groups
