@@ -549,7 +549,8 @@ def check_channels(p, sizes, problem):
     samples, channels, positions, groups = sizes
     chip, size = DEVICES[problem["device"]], problem["dtype"].itemsize
     strategy, width, backward = p["strategy"], p["width"], problem["backward"]
-    in_last, one = problem["channels_last"], strategy == "one_position"
+    one, may_be = strategy == "one_position", strategy == "tiles" and positions == 1
+    in_last = problem["channels_last"] or may_be  # planes of one position may be cut so, too
     extent = channels // groups if one else channels if in_last else positions
     units = p.get("vector_units", 1)  # channels are counted in these: elements, or else vectors
     assert width in ((1, 4, 8) if size == 2 and not (one or in_last) else (1, 16 // size))

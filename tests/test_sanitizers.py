@@ -115,7 +115,6 @@ def problems() -> Any:
         for groups in (256, 32, 3, 1):  # of one position
             yield of_groups((5, 3072), groups, (dtype, F32), **how)
         yield of_groups((5, 4096), 256, (dtype, F32), modulation="both")
-        yield of_groups((5, 8192), 1, (dtype, None))
         # Heads: whole vectors and single elements, rotated in part.
         rotations = ((64, None), (80, 32), (128, 64), (256, None), (30, 6), (256, 20))
         for (cols, rotary), flag in itertools.product(rotations, (False, True)):

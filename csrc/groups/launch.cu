@@ -77,7 +77,8 @@ cudaError_t launch_group_norm(const GroupParams& params, DataType x, DataType y,
                              : plan.strategy == GroupStrategy::kSplit ? launch_split_groups
                                                                       : launch_one_position;
   const cudaError_t error = launch_groups(params, types, plan, stream);
-  const bool leaves_parts = plan.strategy != GroupStrategy::kOnePosition || plan.tiles > 1;
+  // Without a workspace the launch has stored the gradients of parameters.
+  const bool leaves_parts = plan.workspace_bytes > 0;
   const bool has_grads = types.backward && leaves_parts && param_grad_blocks(params) > 0;
   if (error != cudaSuccess || !has_grads) return error;
   return launch_group_param_grad(params, types, plan, stream);

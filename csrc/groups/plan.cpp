@@ -152,27 +152,29 @@ void cut_channels_last(GroupPlan& plan, const GroupProblem& problem) {
   plan.has_totals = plan.tiles > 1 || !has_whole_groups;
 }
 
-// Whether there are kernels of half vectors, but for channels_last (dispatch_group_types).
+// Whether there are kernels of half vectors (dispatch_group_types).
 bool has_half_vectors(const GroupProblem& problem) {
-  return is_half(problem.x) && problem.y == problem.x;
+  return problem.layout == GroupLayout::kPlanes && problem.positions > 1 && is_half(problem.x) &&
+         problem.y == problem.x;
 }
 
 // Elements that a thread moves at once, of runs of `extent` elements.
-int group_width(const GroupProblem& problem, int64_t extent, bool may_be_half) {
+int group_width(const GroupProblem& problem, int64_t extent) {
   const int full = vector_width(size_of(problem.x));
   if (!problem.aligned) return 1;
   if (extent % full == 0) return full;
-  return may_be_half && has_half_vectors(problem) && extent % (full / 2) == 0 ? full / 2 : 1;
+  return has_half_vectors(problem) && extent % (full / 2) == 0 ? full / 2 : 1;
 }
 
 // Some lanes of a warp, or a block, for each group of samples of one position.
 bool hold_positions(GroupPlan& plan, const GroupProblem& problem, const Device& device) {
   const int size = size_of(problem.x);
+  // There are kernels for these alone. Of float64, a channel's place in bytes may need 33 bits.
   if (problem.positions != 1 || problem.modulated || problem.y != problem.x || size > 4) {
     return false;
   }
   const int64_t of_group = problem.channels_of_group();
-  plan.width = group_width(problem, of_group, false);
+  plan.width = group_width(problem, of_group);
   const bool has_pivot = size == 2 || of_group <= groups::kMostOnePivot;
   if (!problem.backward && (plan.width == 1 || !has_pivot)) return false;
   const int64_t threads = ceil_div(of_group, plan.width * one_position_vecs(plan.width, size));
@@ -216,7 +218,7 @@ bool vectors_straddle(const GroupProblem& problem) {
 }
 
 // Whether backward should take planes of one position, which lie as channels_last does, for that,
-// where samples have numbers of their own: if a block has work for all its threads, and many groups
+// where hold_positions does not take them: if a block has work for all its threads, and many groups
 // because they are short (float32, 1024 x 8192 in 512 groups: a block for each group 685, so 280).
 bool is_better_last(const GroupProblem& problem) {
   const int64_t slice = int64_t{kLastThreads} * vector_width(size_of(problem.x));
@@ -256,14 +258,14 @@ std::optional<GroupPlan> make_group_plan(const GroupProblem& given, const Device
       found = hold_planes(plan, problem, device);
     }
     if (!found) {
-      count_channels(plan, problem, group_width(problem, problem.positions, true), 1);
+      count_channels(plan, problem, group_width(problem, problem.positions), 1);
       found = hold_planes(plan, problem, device) || split_planes(plan, problem, device);
     }
     if (found) return plan.blocks <= kMostBlocks ? std::optional(plan) : std::nullopt;
     plan.blocks_per_group = plan.cluster = 1;
     cut_planes(plan, problem);
   } else {
-    plan.width = group_width(problem, problem.channels, false);
+    plan.width = group_width(problem, problem.channels);
     cut_channels_last(plan, problem);
   }
   const int64_t all_groups = problem.samples * problem.groups;

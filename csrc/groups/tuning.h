@@ -44,8 +44,9 @@ constexpr int kOneResident = 1024, kOneBackwardResident = 512;
 // Backward, one block goes through all samples if each of its rows has up to so many, which saves
 // the kernel for parts. No row has more than the second number, so that sums of float32 stay short.
 constexpr int64_t kFewOneSamples = 4, kMostOneSamples = 256;
-// Forward, sums start from the first element of a group, which may be far from all others. Of
-// longer groups of float32 the threads of a block have a start each (held.cu).
+// Forward adds up deviations from a group's first element. If that is far from all others, sums of
+// float32 lose digits, so longer groups go to held.cu, where each thread starts from an element of
+// its own.
 constexpr int64_t kMostOnePivot = 64;
 
 }  // namespace fused_layernorm::groups
