@@ -2,14 +2,12 @@
 """Two builds of the kernels side by side: is any case slower than it was, or than eager PyTorch?
 
     python -m benchmarks.compare --old OLD --new NEW [--eager] [--cases 8192x,per-token]
-        [--limit-seconds 480]
 
 OLD and NEW are each a library (libfused_layernorm.so), a folder that has one, or a wheel. One
 process loads both, each in a namespace of its own, and calls their raw operators on the same
-inputs, old and new in turns. A case's ratio, new time over old time, is the median over the rounds.
-A case that is SLOWER, by more than 3% and more than 0.3 us (--percent, --us), is timed once more,
-for longer. With --eager, PyTorch's time of the same case stands beside them, and what the new build
-does more slowly is named.
+inputs, in turns. A case's ratio, new time over old time, is the median over the rounds. A case that
+is SLOWER, by more than 3% and more than 0.3 us (--percent, --us), is timed once more, for longer.
+With --eager PyTorch's time stands beside them, and what the new build does more slowly is named.
 
 The cases are those of `the_list` in benchmarks/cases.py, forward of those of the benchmark page
 also with the statistics that training needs; --sweep and --sweep-groups add so many points of the

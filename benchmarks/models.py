@@ -225,7 +225,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\n".join(report.models({"models": part})))
     # A run of a part writes a results file only with --output or --add.
     full = not arguments.models and len(modes) == len(MODES) and variants == USUAL
-    if part["rows"] and (arguments.output or arguments.add or full):
+    if not part["rows"]:
+        raise SystemExit("nothing was measured")
+    if arguments.output or arguments.add or full:
         kept = old.get("models", {}) if arguments.add or arguments.again else {}
         results.update({"models": merged(kept, part)}, path)
 

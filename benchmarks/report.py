@@ -133,8 +133,8 @@ def named(row: Row) -> dict[str, str]:
 
 
 def day_of(report: Report, part: dict[str, Any]) -> str:
-    code = part.get("csrc_sha256") or report["csrc_sha256"]
-    return part.get("date", "-")[:10] + f", csrc {code[:8]}" * (code != report["csrc_sha256"])
+    newest, code = (one.get("csrc_sha256", "") for one in (report, part))
+    return part.get("date", "-")[:10] + f", csrc {code[:8]}" * (code not in ("", newest))
 
 
 def of_card(report: Report, part: dict[str, Any]) -> str:

@@ -50,19 +50,18 @@ def collect(
     """Runs `python -m module` with the arguments of each call and with "--output" and "--lock".
 
     At most `jobs` run at a time, the GPUs in turns, and after `seconds` they are killed. Returns
-    "rows" and "skipped" of the files that they wrote, in the order of the calls; a call that gave
-    none adds a line. A process's output is shown when it has ended.
+    "rows" and "skipped" of the files that they wrote, in the order of the calls; a call that failed
+    adds a line. A process's output is shown when it has ended.
     """
     start = time.monotonic()
     every = ",".join(map(str, range(torch.cuda.device_count())))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(jobs, 1)) as pool:
 
-        def one(numbered: tuple[int, list[str]]) -> dict[str, list[Any]] | str:
-            number, call = numbered
+        def one(number: int, name: str, call: list[str]) -> dict[str, list[Any]]:
             left = seconds - (time.monotonic() - start)
             if left <= 0:
-                return "no time"
+                return {"skipped": [f"{name}: no time"]}
             file = Path(folder) / f"{number}.json"
             files = ["--output", str(file), "--lock", str(Path(folder) / "lock")]
             try:
@@ -72,15 +71,16 @@ def collect(
                     env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]},
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
-                return "no time: it was killed"
+                return {"skipped": [f"{name}: no time: it was killed"]}
             said = f"{time.monotonic() - start:.0f} s: {' '.join(call)}"
             print(f"{said}\n{ended.stdout}", flush=True)
             last = ended.stdout.strip().splitlines()[-1:] or [""]
-            failed = f"ended with {ended.returncode}: {last[0]}"
-            return failed if ended.returncode else json.loads(file.read_text())
+            found = json.loads(file.read_text()) if file.exists() else {}
+            if ended.returncode:  # perhaps after it has measured
+                failed = f"{name}: ended with {ended.returncode}: {last[0]}"
+                found["skipped"] = [*found.get("skipped", []), failed]
+            return found
 
-        part: dict[str, list[Any]] = {"rows": [], "skipped": []}
-        for name, found in zip(calls, pool.map(one, enumerate(calls.values())), strict=True):
-            found = {"skipped": [f"{name}: {found}"]} if isinstance(found, str) else found
-            part = {key: [*lines, *found.get(key, [])] for key, lines in part.items()}
-        return part
+        parts = [*pool.map(one, range(len(calls)), calls, calls.values())]
+    return {key: [line for part in parts for line in part.get(key, [])]
+            for key in ("rows", "skipped")}  # fmt: skip

@@ -284,8 +284,8 @@ with turns.measuring(lock):
     note("begins")
     time.sleep(0.05)
     note("ends")
-if name == "1": sys.exit("no such model")
 output.write_text('{"rows": [5], "skipped": ["a variant"]}')
+if name == "1": sys.exit("no such model")
 """
 
 
@@ -295,8 +295,8 @@ def test_turns(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     log = tmp_path / "log"
     calls = {f"model {name}": [name, str(log)] for name in "01"}
-    skipped = ["a variant", "model 1: ended with 1: no such model"]
-    assert collect("a_turn", calls, 2, 60.0) == {"rows": [5], "skipped": skipped}
+    skipped = ["a variant", "a variant", "model 1: ended with 1: no such model"]
+    assert collect("a_turn", calls, 2, 60.0) == {"rows": [5, 5], "skipped": skipped}
     assert log.read_text().split()[2:] == ["prepared", "prepared", *["begins", "ends"] * 2]
     skipped = ["model 0: no time", "model 1: no time"]
     assert collect("a_turn", calls, 1, -1.0) == {"rows": [], "skipped": skipped}
@@ -379,6 +379,7 @@ def test_only_results_of_one_code_are_shown(made):
     made["sweep_compile"] = {**OLD, "points": 250, "slower": 1, "worst": [worst]}
     made["overhead_stamp"] = OLD
     made["models"] |= OLD
+    assert report.models({"models": made["models"]})  # as the process of one model prints it
     times = {f"rms_{name}us": 8.0 for name in ("eager_", "eager_best_", "ours_", "ours_best_")}
     made["call_overhead"] = {"grad": times}
     shown, left_out = report.newest([{**made, **OLD, "device": "NVIDIA G2"}, made])
