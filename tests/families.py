@@ -507,15 +507,18 @@ GROUP_KERNELS: list[Any] = [
        "held held")
       for height, activation in ((37, "silu"), (91, "leaky_relu"), (301, None))),
     (of_groups((3, 12, 301, 31), 4, (F32, None)), "held tiles"),  # a group is no whole vectors
-    # One position: groups of some lanes, of a warp, of a block, of odd and of too long ones.
-    *((of_groups((67, channels), channels // of_group, dtypes), f"{forward} {backward}")
-      for forward, backward, sizes in (
-          ("one_position", "one_position", ((1024, 32, (F32, None)), (2048, 64, (F32, None)),
-                                            (4096, 16, (BF16, F32)), (6144, 3072, (F16, None)))),
-          ("held", "one_position", ((8192, 4096, (F32, None)), (3072, 2, (F32, None)),
-                                    (1020, 20, (BF16, F32)), (1010, 101, (BF16, None)))),
-          ("held", "held", ((8192, 8192, (F32, None)),)))
-      for channels, of_group, dtypes in sizes),
+    # One position: groups of some lanes, of a warp, of a block, of two to eight blocks; of single
+    # elements; of more than eight blocks hold.
+    *((of_groups((67, channels), channels // of_group, dtypes, out_dtype=y),
+       "held tiles" if of_group > 32_768 else "one_position one_position")
+      for channels, of_group, dtypes, y in (
+          (1024, 32, (F32, None), None), (2048, 64, (F64, None), None),
+          (4096, 16, (BF16, F32), None), (4096, 16, (BF16, None), F32),
+          (6144, 3072, (F16, None), None), (8192, 4096, (F32, None), None),
+          (16_400, 8200, (F32, None), None), (32_768, 32_768, (F16, F32), F32),
+          (3072, 2, (F32, None), None), (1020, 20, (BF16, F32), None),
+          (1010, 101, (BF16, None), F32), (4099, 4099, (F32, None), None),
+          (32_776, 32_776, (F32, None), None))),
     # channels_last in one tile: several slices, each of whole groups, and with groups in two.
     *((of_groups((3, channels, 3, 3), groups, (F32, None), layout="channels_last",
                  modulation="both", activation="silu"), "tiles tiles")

@@ -53,9 +53,8 @@ GROUPS: list[Any] = [
     ((64, 2048, 7, 7), 32, BF16, ("held", 1), ("held", 1)),
     ((64, 768, 14, 14), 1, BF16, ("tiles", None), ("tiles", None)),
     ((128, 16, 101, 103), 4, F32, ("held", 8), ("held", 8)),
-    *(((512, 8192, 1, 1), groups, dtype, forward, ("one_position", None))
-      for groups, dtype, forward in ((512, F32, ("one_position", None)), (2, F32, ("held", 1)),
-                                     *((n, BF16, ("one_position", None)) for n in (512, 4)))),
+    *(((512, 8192, 1, 1), groups, dtype, ("one_position", None), ("one_position", None))
+      for groups, dtype in ((512, F32), (2, F32), (1, F32), (512, BF16), (4, BF16))),
 ]  # fmt: skip
 # Of logical warps, a few rows, blocks, groups of columns behind a gate, long rows.
 GATES: list[Any] = [

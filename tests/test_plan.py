@@ -534,9 +534,11 @@ def group_problems(count, seed=0) -> Any:
     for _ in range(count):
         groups = choose.choice([1, 2, 3, 8, 32, 32, 32, 64])
         channels = groups * choose.choice([1, 1, 2, 3, 4, 7, 10, 16, 40, 128])
-        positions = int(2 ** choose.uniform(0, 21))
+        positions = int(2 ** max(0, choose.uniform(-3, 21)))
         if choose.random() < 0.7:
             positions = -(-positions // 8) * 8
+        if positions == 1:
+            channels *= choose.choice([1, 1, 37, 256, 1000])
         x, y = choose.choice(GROUP_TYPES)
         flags = {"backward": 0.5, "channels_last": 0.4, "aligned": 0.8, "blocks_meet": 0.8}
         problem: dict[str, Any] = {name: choose.random() < often for name, often in flags.items()}
@@ -549,8 +551,7 @@ def check_channels(p, sizes, problem):
     samples, channels, positions, groups = sizes
     chip, size = DEVICES[problem["device"]], problem["dtype"].itemsize
     strategy, width, backward = p["strategy"], p["width"], problem["backward"]
-    one, may_be = strategy == "one_position", strategy == "tiles" and positions == 1
-    in_last = problem["channels_last"] or may_be  # planes of one position may be cut so, too
+    one, in_last = strategy == "one_position", problem["channels_last"]
     extent = channels // groups if one else channels if in_last else positions
     units = p.get("vector_units", 1)  # channels are counted in these: elements, or else vectors
     assert width in ((1, 4, 8) if size == 2 and not (one or in_last) else (1, 16 // size))
@@ -558,23 +559,26 @@ def check_channels(p, sizes, problem):
     assert units == 1 or (strategy == "held" and units == width == 16 // size > 2)
     assert width == 1 or problem["aligned"]
     assert (extent if units == 1 else channels // groups * positions) % width == 0
-    assert 32 <= p["threads"] <= 1024
-    assert p["threads"] % 32 == 0
+    assert p["threads"] in range(32, 1025, 32)
     assert 1 <= p["blocks"] < 2**31
     assert p["shared_bytes"] <= chip["shared_memory"] - RESERVED
     of_group = channels // groups
     vectors = of_group * positions // width
+    clustered = chip["capability"] >= 90 and problem["blocks_meet"]
+    assert p["cluster"] in range(1, 9 if clustered else 2)
     if one:
         lanes, rows, side = p["lanes"], p["rows"], p["groups_of_slice"]
+        threads = p["threads"] * p["cluster"]  # that know of each other
         # Lanes of a warp are a power of two, and have all of the group.
-        assert (lanes & (lanes - 1) == 0) if lanes <= 32 else lanes == p["threads"] <= 512
-        assert vectors <= lanes * (1 if width == 1 or size == 2 else 2)
-        assert problem["dtype"] == problem["y_dtype"] != F64
-        assert rows * side * lanes <= p["threads"]
+        assert (lanes & (lanes - 1) == 0) if lanes <= 32 else lanes == threads
+        assert p["threads"] <= 512
+        assert of_group <= lanes * (8 if size <= 4 else 4)
+        assert rows * side * lanes <= threads
         assert (p["slices"] - 1) * side < groups <= p["slices"] * side
         assert p["tiles"] == 1 or (p["tiles"] - 1) * rows < samples
-        assert p["blocks"] == p["slices"] * p["tiles"]
-        assert p["workspace_bytes"] == backward * (p["tiles"] > 1) * p["tiles"] * channels * 8
+        assert p["blocks"] == p["slices"] * p["tiles"] * p["cluster"]
+        parts = backward * (p["tiles"] > 1) * p["tiles"]
+        assert p["workspace_bytes"] == parts * channels * 2 * max(size, 4)
     elif strategy == "held":
         assert p["cluster"] == p["blocks_per_group"] in (1, 2, 8)
         assert p["blocks"] == samples * groups * p["cluster"]
@@ -583,9 +587,6 @@ def check_channels(p, sizes, problem):
         assert vectors <= p["cluster"] * p["slice_vectors"]
         held = p["slice_vectors"] * width * size
         assert p["shared_bytes"] >= held * (1 + backward * problem["y_dtype"].itemsize / size)
-        if p["cluster"] > 1:
-            assert chip["capability"] >= 90
-            assert problem["blocks_meet"]
     elif strategy == "split":
         assert not problem["channels_last"]
         assert problem["dtype"] != F64
@@ -639,7 +640,8 @@ def test_kernels_can_run_every_plan_of_groups():
     assert {(s, b, last) for s, b, last, _ in seen} == {
         (strategy, b, last) for strategy, last in ways for b in (False, True)
     }
-    assert {cluster for *_, cluster in seen} == {1, 2, 8}
+    assert {cluster for strategy, *_, cluster in seen if strategy == "held"} == {1, 2, 8}
+    assert {cluster for strategy, *_, cluster in seen if strategy == "one_position"} > {1, 2, 3, 8}
     assert widths >= {("held", 8, 8), ("held", 4, 1), ("tiles", 4, 1)}
 
 
@@ -675,8 +677,7 @@ def test_kernels_can_run_every_plan_of_gates():
         of_team = p["threads"] // teams
         sets = p["blocks"] // groups
         assert p["blocks"] == sets * groups
-        assert p["threads"] % 32 == 0
-        assert p["threads"] <= (512 if backward else 1024)
+        assert p["threads"] in range(32, 513 if backward else 1025, 32)
         if p["strategy"] == "held":
             assert problem["aligned"]
             assert cols % width == 0

@@ -114,6 +114,7 @@ def problems() -> Any:
                 yield of_groups(sizes, groups, (dtype, F32), layout=layout, **how)
         for groups in (256, 32, 3, 1):  # of one position
             yield of_groups((5, 3072), groups, (dtype, F32), **how)
+        yield from (of_groups((5, channels), 1, (dtype, F32)) for channels in (16_384, 4099))
         yield of_groups((5, 4096), 256, (dtype, F32), modulation="both")
         # Heads: whole vectors and single elements, rotated in part.
         rotations = ((64, None), (80, 32), (128, 64), (256, None), (30, 6), (256, 20))

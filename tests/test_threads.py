@@ -24,8 +24,7 @@ def in_threads(*functions):
         torch.cuda.synchronize()
 
     with ThreadPoolExecutor(len(functions)) as pool:
-        for future in [pool.submit(run, function) for function in functions]:
-            future.result()
+        list(pool.map(run, functions))
 
 
 def in_turn(first, second, times=4):
@@ -47,7 +46,7 @@ def in_turn(first, second, times=4):
     in_threads(lambda: alternate(first, True), lambda: alternate(second, False))
 
 
-def call_of(rows, cols, dtype, device="cuda", *, backward=True, strategy=None):
+def call_of(rows, cols, dtype, strategy=None, device="cuda", *, backward=True):
     t = numerics.make(Problem((rows, cols), dtype, forced=(None, strategy)), device)
     return lambda: numerics.ours(t, backward=backward)
 
@@ -58,6 +57,7 @@ def call_of(rows, cols, dtype, device="cuda", *, backward=True, strategy=None):
         (True, (3000, 1024, F32), (40, 1000, F32)),
         (True, (3000, 4096, F32), (3000, 1024, F32)),
         (True, (3000, 8192, BF16), (3000, 1024, BF16)),
+        (True, (3000, 1024, F32, "block teams=4"), (3000, 1024, F32, "block teams=1")),
         (False, (64, 150_528, F32), (400, 20_480, F32)),
         (False, (400, 65_536, BF16), (400, 40_000, BF16)),
     ],
@@ -70,21 +70,10 @@ def test_a_small_plan_beside_a_large_one(backward, large, small):
     in_turn(*reversed(calls))
 
 
-def test_the_same_kernel_with_other_numbers_of_teams():
-    """Plans of one kernel that differ in shared memory by what the number of teams changes."""
-    needs, calls = [], []
-    for strategy in ("block teams=4", "block teams=1"):
-        with numerics.forced(strategy):
-            needs.append(numerics.plan_here(3000, 1024, F32, backward=True)["shared_bytes"])
-        calls.append(call_of(3000, 1024, F32, strategy=strategy))
-    assert needs[0] > needs[1] > 40 * 1024
-    in_turn(calls[0], calls[1], times=6)
-
-
 @pytest.mark.multi_gpu
 def test_two_devices():
-    for first, second in ((4096, 1024), (1024, 4096)):
-        in_turn(call_of(3000, first, F32, "cuda:0"), call_of(3000, second, F32, "cuda:1"))
+    for both in ((4096, 1024), (1024, 4096)):
+        in_turn(*(call_of(3000, cols, F32, device=f"cuda:{n}") for n, cols in enumerate(both)))
 
 
 def test_eight_threads_with_random_shapes():

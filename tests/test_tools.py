@@ -114,8 +114,7 @@ def test_opacus(mode):
 @pytest.mark.parametrize("name", ["IntegratedGradients", "Saliency", "DeepLift", "LayerGradCam"])
 def test_captum(name):
     attribution = getattr(libraries.get("captum.attr"), name)
-    model, x = small_model(), torch.randn(4, 8)
-    found = []
+    model, x, found = small_model(), torch.randn(4, 8), []
     for each in (model, swapped(model)):
         arguments = (each, each[1]) if name == "LayerGradCam" else (each,)
         found.append(attribution(*arguments).attribute(x.clone().requires_grad_(), target=1))

@@ -17,14 +17,10 @@ def workflow(path):
     return found[True], found["jobs"], text  # YAML reads "on" as true
 
 
-def steps(jobs):
-    return [step for job in jobs.values() for step in job["steps"]]
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_actions_and_tools_are_named_by_what_they_are(path):
     _, jobs, text = workflow(path)
-    for step in steps(jobs):
+    for step in (step for job in jobs.values() for step in job["steps"]):
         if "uses" in step:
             assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", step["uses"])
         for command in re.findall(r"pip install (.*)", step.get("run", "")):

@@ -122,6 +122,23 @@ FUSED_DEVICE void with_activation(const GroupParams& p, const auto& body) {
   body(CompiledFor<Compiled::kAny>());
 }
 
+// values[j] = f(values[j], others[j]), in a loop that is not unrolled, so that a rare activation
+// takes little code: the next element takes the first one's place, and the result the last one's.
+template <typename Acc, int kWidth>
+FUSED_DEVICE void one_by_one(Acc (&values)[kWidth], const Acc (&others)[kWidth], const auto& f) {
+  Acc rest[kWidth];
+  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) rest[j] = others[j];
+#pragma unroll 1
+  for (int n = 0; n < kWidth; ++n) {
+    const Acc found = f(values[0], rest[0]);
+    FUSED_UNROLL for (int j = 1; j < kWidth; ++j) {
+      values[j - 1] = values[j];
+      rest[j - 1] = rest[j];
+    }
+    values[kWidth - 1] = found;
+  }
+}
+
 // values = activation(values) * scale.
 template <typename Y, Compiled kActivation = Compiled::kAny, typename Acc, int kWidth>
 FUSED_DEVICE void activate_if(const GroupParams& p, Acc (&values)[kWidth]) {
@@ -129,7 +146,9 @@ FUSED_DEVICE void activate_if(const GroupParams& p, Acc (&values)[kWidth]) {
     if (!p.activates) return;
     if (p.activation == Activation::kSilu) return activate_if<Y, Compiled::kSilu>(p, values);
     if (p.activation == kLeakyRelu) return activate_if<Y, Compiled::kLeakyRelu>(p, values);
-    return activate<Y>(values, p.activation, p.scale.as<Acc>());
+    const Acc scale = p.scale.as<Acc>();
+    if (p.activation != Activation::kGeluTanh) return activate<Y>(values, p.activation, scale);
+    one_by_one(values, values, [&](Acc value, Acc) { return gelu_tanh<Y>(value) * scale; });
   } else if constexpr (kActivation != Compiled::kNone) {
     const Acc scale = p.scale.as<Acc>();
     FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
@@ -148,7 +167,12 @@ FUSED_DEVICE void undo_activation(const GroupParams& p, Acc (&dy)[kWidth], const
     if (p.activation == Activation::kNone) return;
     if (p.activation == Activation::kSilu) return undo_activation<Y, Compiled::kSilu>(p, dy, z);
     if (p.activation == kLeakyRelu) return undo_activation<Y, Compiled::kLeakyRelu>(p, dy, z);
-    activate_backward<Y>(dy, z, p.activation, Acc(1));
+    if (p.activation != Activation::kGeluTanh) {
+      return activate_backward<Y>(dy, z, p.activation, Acc(1));
+    }
+    one_by_one(dy, z, [&](Acc g, Acc at) {
+      return gelu_tanh_gradient<Y>(g * kGeluTanhGradientFactor<Acc>, at);
+    });
   } else if constexpr (kActivation != Compiled::kNone) {
     FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       if constexpr (kActivation == Compiled::kSilu) {

@@ -2,6 +2,8 @@
 // The plan of GroupNorm.
 #include "groups/plan.h"
 
+#include <cmath>
+
 #include "base/json.h"
 #include "groups/tuning.h"
 
@@ -166,38 +168,53 @@ int group_width(const GroupProblem& problem, int64_t extent) {
   return has_half_vectors(problem) && extent % (full / 2) == 0 ? full / 2 : 1;
 }
 
-// Some lanes of a warp, or a block, for each group of samples of one position.
+// Some lanes of a warp, a block or a cluster for each group of samples of one position.
 bool hold_positions(GroupPlan& plan, const GroupProblem& problem, const Device& device) {
   const int size = size_of(problem.x);
-  // There are kernels for these alone. Of float64, a channel's place in bytes may need 33 bits.
-  if (problem.positions != 1 || problem.modulated || problem.y != problem.x || size > 4) {
+  // In a kernel, a channel's place in bytes has 32 bits.
+  if (problem.positions != 1 || problem.modulated || problem.channels > kMostExtent / size) {
     return false;
   }
   const int64_t of_group = problem.channels_of_group();
   plan.width = group_width(problem, of_group);
-  const bool has_pivot = size == 2 || of_group <= groups::kMostOnePivot;
-  if (!problem.backward && (plan.width == 1 || !has_pivot)) return false;
-  const int64_t threads = ceil_div(of_group, plan.width * one_position_vecs(plan.width, size));
-  if (threads > kMostOneThreads) return false;
+  int64_t threads = ceil_div(of_group, one_position_elements(size));
+  // A thread has several single elements only where each lane of a warp has one.
+  if (plan.width == 1) threads = std::max(threads, std::min<int64_t>(of_group, kWarpThreads));
+  const int64_t blocks = ceil_div(threads, kMostOneThreads);
+  // Clusters are slower for float64 forward (1024 x 8192 in one group 145, held 93).
+  const bool has_clusters = device.capability >= 90 && device.blocks_meet;
+  const bool by_clusters = has_clusters && (problem.backward || size <= 4);
+  if (blocks > (by_clusters ? groups::kMostCluster : 1)) return false;
   plan.strategy = GroupStrategy::kOnePosition;
   plan.layout = GroupLayout::kChannelsLast;  // parts of channels lie side by side
   plan.lanes = 1;
   while (plan.lanes < threads && plan.lanes < kWarpThreads) plan.lanes *= 2;
   plan.threads = kOneThreads;
   if (threads > kWarpThreads) {
-    plan.threads = plan.lanes = static_cast<int>(round_up(threads, kWarpThreads));
+    plan.threads = static_cast<int>(round_up(ceil_div(threads, blocks), kWarpThreads));
+    plan.lanes = plan.threads * static_cast<int>(blocks);
   }
-  const int64_t teams = plan.threads / plan.lanes;
+  plan.cluster = static_cast<int>(blocks);
+  const int64_t teams = plan.threads * blocks / plan.lanes;
   plan.groups_of_slice = static_cast<int>(std::min(teams, problem.groups));
   plan.rows = static_cast<int>(teams / plan.groups_of_slice);
   plan.slices = static_cast<int>(ceil_div(problem.groups, plan.groups_of_slice));
-  const int64_t resident = problem.backward ? groups::kOneBackwardResident : groups::kOneResident;
   const int64_t of_row = ceil_div(problem.samples, plan.rows);
-  const int64_t wanted = std::max(device.sms * resident / plan.threads / plan.slices,
-                                  ceil_div(of_row, groups::kMostOneSamples));
-  const bool few = problem.backward && of_row <= groups::kFewOneSamples;
-  plan.tiles = few ? 1 : static_cast<int>(std::clamp<int64_t>(wanted, 1, of_row));
-  plan.blocks = int64_t{plan.slices} * plan.tiles;
+  // As many blocks or clusters go through the samples of a slice as are resident at once.
+  const int resident = problem.backward ? groups::kOneBackwardResident : groups::kOneResident;
+  const int sms = blocks > 2 ? device.sms * groups::kOfEightClustered / 8 : device.sms;
+  const int64_t room = std::max<int64_t>(
+      int64_t{sms} * std::max(resident / plan.threads, 1) / (plan.slices * blocks), 1);
+  int64_t wanted = std::min(room, of_row);
+  if (problem.backward) {
+    const auto most = std::sqrt(groups::kOnePartsOfSample * static_cast<double>(of_row));
+    wanted = of_row <= groups::kFewOneSamples ? 1 : std::min(wanted, static_cast<int64_t>(most));
+  } else if (of_row > room / 2) {
+    // Two samples a row, where that leaves half of the blocks: the loads of weights are shared.
+    wanted = std::clamp(of_row / 2, ceil_div(room, 2), room);
+  }
+  plan.tiles = static_cast<int>(std::max(wanted, ceil_div(of_row, groups::kMostOneSamples)));
+  plan.blocks = plan.slices * blocks * plan.tiles;
   plan.parts_of_channel = plan.tiles;
   if (problem.backward && plan.tiles > 1) {
     plan.workspace_bytes = plan.tiles * problem.channels * 2 * acc_size_of(problem.x);

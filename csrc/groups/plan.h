@@ -11,10 +11,9 @@
 //                  of one (planes.cu).
 //   channels_last  a tile has all channels of some positions (channels_last.cu).
 //
-// Samples of one position have both layouts. Groups that are not too long have a strategy of their
-// own (one_position.cu) if x and y are of one type, but float64, and no sample has numbers of its
-// own; forward, if they are whole vectors too. Else backward of short ones is that of
-// channels_last.
+// Samples of one position have both layouts. Groups have a strategy of their own (one_position.cu)
+// if a cluster can hold one and no sample has numbers of its own. Else backward of short ones is
+// that of channels_last.
 //
 // How a sample is cut depends on its channels, its positions, the types and the alignment, never on
 // the number of samples, so its bits do not depend on its batch.
@@ -99,9 +98,9 @@ struct GroupPlan : Launch {
   int groups_of_slice = 1;  // that a slice has, in whole or in part
   bool has_totals = true;   // of more parts than one a group, which a kernel of its own combines
 
-  // One position: the threads of a group. `rows` samples of
-  // `groups_of_slice` groups are side by side in a block, `slices` blocks have all channels, and
-  // there are `tiles` times as many, each of which has some samples.
+  // One position: the threads of a group. `rows` samples of `groups_of_slice` groups are side by
+  // side in a block or a cluster, `slices` of these have all channels, and there are `tiles` times
+  // as many, each of which has some samples.
   int lanes = 1;
 
   // The workspace: parts of groups, or slots in which blocks meet; parts of channels, of which each
@@ -110,7 +109,7 @@ struct GroupPlan : Launch {
   int parts_of_channel = 1;
   bool starts_early = true;
 
-  bool meets() const { return blocks_per_group > 1; }
+  bool meets() const { return blocks_per_group > 1 || cluster > 1; }
 };
 
 // Whether a block that holds a group gets its single elements by whole vectors (bfloat16 5 x 30 x
@@ -133,10 +132,10 @@ constexpr int kGroupsKept = 8;
 constexpr int kMostSplitSlots = 8;
 constexpr int kLastThreads = 256, kLastVecs = 4, kLastBackwardVecs = 2;
 constexpr int kTotalsThreads = 256;
-// One position: the threads of a block of several groups, and the most of a block that has one.
+// One position: the threads of a block of several groups, and the most of a block.
 constexpr int kOneThreads = 256, kMostOneThreads = 512;
-// The vectors of a thread, whose registers have room for the next sample's too.
-constexpr int one_position_vecs(int width, int size) { return width > 1 && size > 2 ? 2 : 1; }
+// The elements of a thread, whose registers have room for the next sample's too.
+constexpr int one_position_elements(int size) { return size > 4 ? 4 : 8; }
 
 // Positions are 32-bit numbers in kernels.
 constexpr int64_t kMostPositions = int64_t{1} << 30;

@@ -41,12 +41,14 @@ constexpr int64_t kFewLastTiles = 128;
 // One position: about so many threads of a multiprocessor go through samples (on an H200, 1000 x
 // 8192 bfloat16 in 512 groups 13, backward 30; held by a block for each group 317, 355).
 constexpr int kOneResident = 1024, kOneBackwardResident = 512;
+// Clusters of more than two blocks find room on so many of eight multiprocessors (512 x 12288 in
+// one group, three blocks each, for all 66, so 48; for 64 x 16384, of four, 27 and 22).
+constexpr int kOfEightClustered = 7;
 // Backward, one block goes through all samples if each of its rows has up to so many, which saves
-// the kernel for parts. No row has more than the second number, so that sums of float32 stay short.
-constexpr int64_t kFewOneSamples = 4, kMostOneSamples = 256;
-// Forward adds up deviations from a group's first element. If that is far from all others, sums of
-// float32 lose digits, so longer groups go to held.cu, where each thread starts from an element of
-// its own.
-constexpr int64_t kMostOnePivot = 64;
+// the kernel for parts. Otherwise a part costs a twentieth of a sample's time in a row, so there
+// are at most sqrt(20 samples) parts (256 x 1024 in one group by 256 parts 12.0, by 71 8.1; 64 x
+// 512 by 16 7.0, by 35 5.8). No row has more than the last number, so that sums of float32 stay
+// short.
+constexpr int64_t kFewOneSamples = 4, kOnePartsOfSample = 20, kMostOneSamples = 256;
 
 }  // namespace fused_layernorm::groups
