@@ -43,8 +43,7 @@ WORST = 10
 NEAR = 0.9  # a point whose first ratio is above this is timed again
 MANY_POINTS = 1000  # of more points, the first measurement has at most FEW_INPUTS inputs
 FEW_INPUTS = 32
-# The median over so many places in memory counts: the same small kernel takes 0.2 us more or less
-# as its tensors happen to lie (8 x 384 float32 in three places 1.53, 1.53 and 1.69 us).
+# The median over places in memory counts (8 x 384 float32 in three 1.53, 1.53 and 1.69 us).
 PLACES = 5
 PLACE_ELEMENTS = 1 << 20  # from one place to the next
 

@@ -8,8 +8,7 @@
 Each argument is a case, "ROWSxCOLS DTYPE OP", and after bars the options to force one after the
 other (parts of a plan, in the words of `force_plan` in csrc/bindings/force_plan.h). The plan's own
 choice is timed first, and no plan twice. A * stands for every value that its part can have, and for
-none; the fastest plans are then named at the end. --list prints the plans of each case and times
-nothing, also without a GPU. Whether a forced plan's results are right is for the tests to say.
+none; the fastest plans are named at the end. --list prints the plans alone, also without a GPU.
 """
 
 from __future__ import annotations

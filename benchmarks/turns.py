@@ -30,7 +30,9 @@ import torch
 def _holding(how: int, lock: Path) -> Iterator[None]:
     with lock.open("w") as file:  # closing the file releases the lock
         fcntl.flock(file, how)
+        start, done = time.monotonic(), "prepared" if how == fcntl.LOCK_SH else "measured"
         yield
+        print(f"{done} in {time.monotonic() - start:.0f} s")
 
 
 preparing = functools.partial(_holding, fcntl.LOCK_SH)  # others may prepare too
