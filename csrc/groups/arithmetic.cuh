@@ -147,7 +147,9 @@ FUSED_DEVICE void activate_if(const GroupParams& p, Acc (&values)[kWidth]) {
     if (p.activation == Activation::kSilu) return activate_if<Y, Compiled::kSilu>(p, values);
     if (p.activation == kLeakyRelu) return activate_if<Y, Compiled::kLeakyRelu>(p, values);
     const Acc scale = p.scale.as<Acc>();
-    if (p.activation != Activation::kGeluTanh) return activate<Y>(values, p.activation, scale);
+    if (kWidth <= 2 || p.activation != Activation::kGeluTanh) {
+      return activate<Y>(values, p.activation, scale);
+    }
     one_by_one(values, values, [&](Acc value, Acc) { return gelu_tanh<Y>(value) * scale; });
   } else if constexpr (kActivation != Compiled::kNone) {
     const Acc scale = p.scale.as<Acc>();
@@ -167,7 +169,7 @@ FUSED_DEVICE void undo_activation(const GroupParams& p, Acc (&dy)[kWidth], const
     if (p.activation == Activation::kNone) return;
     if (p.activation == Activation::kSilu) return undo_activation<Y, Compiled::kSilu>(p, dy, z);
     if (p.activation == kLeakyRelu) return undo_activation<Y, Compiled::kLeakyRelu>(p, dy, z);
-    if (p.activation != Activation::kGeluTanh) {
+    if (kWidth <= 2 || p.activation != Activation::kGeluTanh) {
       return activate_backward<Y>(dy, z, p.activation, Acc(1));
     }
     one_by_one(dy, z, [&](Acc g, Acc at) {
