@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Samples of one position, (samples, channels), forward and backward: some lanes of a warp, a block
-// or a cluster of blocks hold a group. A block has the groups of a slice of the channels, keeps
-// their weights, and goes through some of the samples. Backward adds up the gradients of weight and
-// bias over them: one block for all samples stores the gradients, several leave parts.
+// GroupNorm of (samples, channels), forward and backward. The threads of a group, lanes of a warp,
+// a block or a cluster, hold it in registers. A block or cluster covers a slice of the channels,
+// keeps its weights, loops over a share of the samples, and loads the next sample ahead. Backward
+// adds up the gradients of weight and bias in registers; where several blocks share the samples of
+// a slice, each leaves a part, and another kernel adds these up (parts.cuh).
 #include <cooperative_groups.h>
 
 #include "groups/launches.h"
@@ -11,8 +12,8 @@
 namespace fused_layernorm {
 namespace {
 
-// Elements as they were loaded: packed vectors, or a word for each single one. What is done to a
-// word waits for memory, so they are not brought into one form before they are needed.
+// Elements loaded ahead, as raw words: packed vectors, or a word for each single element. To pack
+// single ones takes their values, and so waits for memory: it is done when they are needed.
 template <typename V, int kElements>
 struct Loaded {
   using Word = std::conditional_t<sizeof(V) == 8, uint64_t, uint32_t>;
@@ -45,18 +46,17 @@ struct Loaded {
   }
 };
 
-// The place of a thread, and its elements: vectors of `kWidth`, or as many single ones, `lanes`
-// apart.
+// The place of a thread, and its elements: vectors of kWidth or single ones, plan.lanes apart.
 template <int kWidth, int kElements>
-struct OneThread {
+struct ThreadElements {
   const GroupPlan& plan;
   const GroupParams& p;
-  int row, group;      // of the block's; of a sample's
-  int part;            // of the samples, that the block goes through
+  int row, group;      // which of the samples that are side by side; of the sample's groups
+  int part;            // which of the plan.tiles shares of the samples, and of their partial sums
   int channel, count;  // of the thread's first element; of its elements
   bool is_first;       // of the group's threads
 
-  FUSED_DEVICE OneThread(const GroupPlan& its_plan, const GroupParams& params)
+  FUSED_DEVICE ThreadElements(const GroupPlan& its_plan, const GroupParams& params)
       : plan(its_plan), p(params) {
     const int blocks = plan.cluster, lanes = plan.lanes;
     int cluster = blockIdx.x, thread = threadIdx.x;
@@ -73,7 +73,7 @@ struct OneThread {
     const bool works = row < plan.rows && group < p.groups;
     is_first = works && lane == 0;
     channel = group * of_group + at;
-    // The elements, or those of whole vectors, that lie `lanes` of these apart.
+    // Threads left over behind whole rows, or behind the last group, have no elements.
     const int all = works ? of_group - at : 0;
     count = 0;
     FUSED_UNROLL for (int e = 0; e < kElements; e += kWidth) {
@@ -83,16 +83,16 @@ struct OneThread {
   }
   FUSED_DEVICE bool has(int e) const { return e < count; }
   FUSED_DEVICE bool has_vectors() const { return plan.width > 1; }
-  // Channels from an element to the next one of its vector, and from a vector to the next.
-  FUSED_DEVICE int apart() const { return has_vectors() ? 1 : plan.lanes; }
-  FUSED_DEVICE int further() const { return plan.lanes * kWidth; }
+  // In channels: between the elements of a vector, and between vectors.
+  FUSED_DEVICE int element_stride() const { return has_vectors() ? 1 : plan.lanes; }
+  FUSED_DEVICE int vector_stride() const { return plan.lanes * kWidth; }
   FUSED_DEVICE int channel_of(int e) const {
-    return channel + e % kWidth * apart() + e / kWidth * further();
+    return channel + e % kWidth * element_stride() + e / kWidth * vector_stride();
   }
   FUSED_DEVICE int first() const { return part * plan.rows; }
   FUSED_DEVICE int step() const { return plan.tiles * plan.rows; }
-  // Calls use(sample), equally often for all threads, so that `use` may have barriers. Not all of
-  // these samples are there.
+  // Calls use(sample) equally often in all threads of a block or cluster, so that it may contain
+  // barriers. The sample may be beyond the last one, which `use` must check.
   FUSED_DEVICE void each_sample(const auto& use) const {
     for (int n = first(); n < p.samples; n += step()) use(n + row);
   }
@@ -108,7 +108,7 @@ struct OneThread {
       }
     }
   }
-  // Calls use(e) for each element that the thread has: mostly all of them.
+  // Calls use(e) for each element that the thread has. A whole vector is not asked one by one.
   FUSED_DEVICE void each_element(const auto& use) const {
     if (kWidth == kElements && count == kElements) {
       FUSED_UNROLL for (int e = 0; e < kElements; ++e) use(e);
@@ -118,7 +118,7 @@ struct OneThread {
       }
     }
   }
-  // The thread's elements of a sample that is there. Others stay what they were.
+  // Loads of a sample, which must exist, what the thread has. Other elements stay what they were.
   template <typename V>
   FUSED_DEVICE void load_sample(Loaded<V, kElements>& to, const void* from, int sample) const {
     const V* const at = static_cast<const V*>(from) + int64_t{sample} * p.channels;
@@ -126,6 +126,7 @@ struct OneThread {
       to.template set<kWidth>(e, load<Use::kOnce, width()>(element(at, c)));
     });
   }
+  // Stores nothing of a sample beyond the last one.
   template <typename V>
   FUSED_DEVICE void store_sample(void* to, const Vec<V, kElements>& from, int sample) const {
     if (sample >= p.samples) return;
@@ -136,16 +137,17 @@ struct OneThread {
       store_once(element(at, c), some);
     });
   }
-  // The sum over the threads of the group, which all of them get. Calls take turns with two scratch
-  // areas: after the barrier in the next call nobody reads the one of this call any more.
+  // The sum over the threads of the group, which all of them get. Calls alternate between two
+  // scratch areas: behind the barrier of the next call nobody reads the one of this call.
   template <typename Value>
   FUSED_DEVICE Value sum(Value v, Value (&scratch)[kMaxWarps]) const {
     if (plan.lanes <= kWarpSize) return logical_warp_sum(v, plan.lanes);
     v = team_sum(v, BlockTeam(), scratch);
     if (plan.cluster == 1) return v;
-    Value* const of_block = scratch + kMaxWarps - 1;  // which no warp has (kMostOneThreads)
+    static_assert(kMostOneThreads / kWarpSize < kMaxWarps, "the last value is no warp's");
+    Value* const of_block = scratch + kMaxWarps - 1;
     if (threadIdx.x == 0) *of_block = v;
-    meet();
+    sync_cluster();
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     const int block = threadIdx.x % kWarpSize;
     v = Value{};
@@ -155,25 +157,28 @@ struct OneThread {
 #endif
     return warp_sum(v);
   }
-  // The blocks of a cluster run at the same time, read each other's shared memory (PTX ISA,
-  // "Cluster of Cooperative Thread Arrays"), and end when all of them have read.
-  FUSED_DEVICE void meet() const {
+  // The barrier of a cluster, if there is one. Its blocks run at the same time and read each
+  // other's shared memory (PTX ISA, "Cluster of Cooperative Thread Arrays"), so it also stands at
+  // the end.
+  FUSED_DEVICE void sync_cluster() const {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     if (plan.cluster > 1) cooperative_groups::this_cluster().sync();
 #endif
   }
 };
 
-// weight or bias of a thread's channels. The type is asked for once, so that the loads overlap.
+// weight or bias of a thread's channels. One switch over the type covers all loads, so that they
+// are in flight together.
 template <typename Acc, int kWidth, int kElements>
-FUSED_DEVICE void load_numbers(Acc (&to)[kElements], const ChannelNumbers& numbers,
-                               const OneThread<kWidth, kElements>& own, Acc absent) {
-  // Zeros make what is computed of elements that the thread lacks zero, too, whatever the mean.
+FUSED_DEVICE void load_parameters(Acc (&to)[kElements], const ChannelNumbers& numbers,
+                                  const ThreadElements<kWidth, kElements>& own, Acc absent) {
+  // Of elements that the thread lacks z is then 0 in backward, and dz, 0 times the activation's
+  // slope at z, is 0 for any finite mean.
   FUSED_UNROLL for (int e = 0; e < kElements; ++e) to[e] = own.has(e) ? absent : Acc(0);
   if (numbers.at == nullptr) return;
   const int64_t bytes = numbers.channel_stride * size_of(numbers.type);
-  const int64_t apart = own.apart() * bytes, further = own.further() * bytes;
-  const char* places[kElements];
+  const int64_t apart = own.element_stride() * bytes, further = own.vector_stride() * bytes;
+  const char* places[kElements];  // by additions, which take less than products of 64 bits
   FUSED_UNROLL for (int e = 0; e < kElements; ++e) {
     const char* const at = e == 0 ? static_cast<const char*>(numbers.at) + own.channel * bytes
                            : e % kWidth == 0 ? places[e - kWidth] + further
@@ -204,13 +209,13 @@ __global__ void __launch_bounds__(kMostOneThreads, sizeof(X) > 4 ? 1 : 2)
   using Acc = acc_t<X>;
   constexpr int kElements = one_position_elements(sizeof(X)), kWidth = vector_width(sizeof(X));
   __shared__ alignas(16) Acc scratch[2][kMaxWarps];
-  const OneThread<kWidth, kElements> own(plan, p);
+  const ThreadElements<kWidth, kElements> own(plan, p);
   Loaded<X, kElements> next;
-  X next_first, next_second;  // of the group
+  X next_first, next_second;  // of the group's elements, from which the pivot is chosen
   const int first_channel = own.group * p.channels_of_group();
   const int second = p.channels_of_group() > 1;
-  const auto bring = [&](int n) {
-    // Two vectors leave no registers for elements that stay what they were.
+  const auto prefetch = [&](int n) {
+    // Of two vectors, old values that a load may leave as they are would take too many registers.
     if constexpr (kWidth < kElements) next = {};
     if (n >= p.samples || own.count == 0) return;
     own.load_sample(next, p.x, n);
@@ -218,16 +223,16 @@ __global__ void __launch_bounds__(kMostOneThreads, sizeof(X) > 4 ? 1 : 2)
     next_first = group[0];
     next_second = group[second];
   };
-  bring(own.first() + own.row);
+  prefetch(own.first() + own.row);
   Acc factor[kElements], offset[kElements];
-  load_numbers(factor, p.weight, own, Acc(1));
-  load_numbers(offset, p.bias, own, Acc(0));
+  load_parameters(factor, p.weight, own, Acc(1));
+  load_parameters(offset, p.bias, own, Acc(0));
   const Reciprocal<Acc> inverse(p.inverse_count);
   own.each_sample([&](int n) {
     Acc values[kElements];
     unpack(values, next.elements(own.has_vectors()));
     const Pair<Acc> two = {to_acc(next_first), to_acc(next_second)};
-    bring(n + own.step());
+    prefetch(n + own.step());
     const Acc pivot = MeanAndVariance::pivot<Acc>(two);
     Acc sum = 0, m2 = 0;
     own.each_element([&](int e) { sum += values[e] - pivot; });
@@ -247,7 +252,7 @@ __global__ void __launch_bounds__(kMostOneThreads, sizeof(X) > 4 ? 1 : 2)
     activate_if<Y>(p, values);
     own.store_sample(p.y, round_to<Y>(values), n);
   });
-  own.meet();
+  own.sync_cluster();
 }
 
 template <typename X, typename Y>
@@ -257,33 +262,33 @@ __global__ void __launch_bounds__(kMostOneThreads, 1)
   using Acc = acc_t<X>;
   constexpr int kElements = one_position_elements(sizeof(X)), kWidth = vector_width(sizeof(X));
   __shared__ alignas(16) Pair<Acc> scratch[2][kMaxWarps];
-  __shared__ Pair<Acc> of_rows[kElements][kOneThreads];
+  __shared__ Pair<Acc> of_rows[kElements][kOneThreads];  // which blocks of several rows have
   let_next_kernel_start();
-  const OneThread<kWidth, kElements> own(plan, p);
+  const ThreadElements<kWidth, kElements> own(plan, p);
   Loaded<X, kElements> next_x;
   Loaded<Y, kElements> next_dy;
   Pair<Acc> next_statistics;
-  const auto bring = [&](int n) {
+  const auto prefetch = [&](int n) {
     if (n >= p.samples) {
-      next_dy = {};
+      next_dy = {};  // adds nothing to the gradients
       return;
     }
     own.load_sample(next_x, p.x, n);
     own.load_sample(next_dy, p.dy, n);
     if (own.count > 0) next_statistics = load_group<Acc>(p, n * p.groups + own.group);
   };
-  bring(own.first() + own.row);
+  prefetch(own.first() + own.row);
   Acc factor[kElements];
   ChannelSlope<Acc[kElements]> of;
-  load_numbers(factor, p.weight, own, Acc(1));
-  load_numbers(of.offset, p.bias, own, Acc(0));
-  Pair<Acc> grads[kElements];  // sums of dz and of dz xhat over the samples
+  load_parameters(factor, p.weight, own, Acc(1));
+  load_parameters(of.offset, p.bias, own, Acc(0));
+  Pair<Acc> grads[kElements];  // sums of dz and of dz xhat over the samples, without the scale
   bool odd = false;
   own.each_sample([&](int n) {
     const auto x = next_x.elements(own.has_vectors());
     const auto dy = next_dy.elements(own.has_vectors());
     const auto [mean, rstd] = next_statistics;
-    bring(n + own.step());
+    prefetch(n + own.step());
     FUSED_UNROLL for (int e = 0; e < kElements; ++e) of.slope[e] = factor[e] * rstd;
     const GroupGradients<Acc, kElements> gradients(p, x, dy, mean, of);
     Pair<Acc> sums;
@@ -297,9 +302,9 @@ __global__ void __launch_bounds__(kMostOneThreads, 1)
     const DxOfGroup<Acc> of_group(p, group_means(p, sums), rstd);
     own.store_sample(p.y, of_group.template dx<X>(gradients, of), n);
   });
-  own.meet();
+  own.sync_cluster();
   if (p.dweight.at == nullptr && p.dbias.at == nullptr) return;
-  // The sums of the block's rows, which the first row stores: as the gradients, or as a part.
+  // The sums over the block's rows, by a tree. The first row stores the gradients, or a part.
   const int apart = plan.groups_of_slice * plan.lanes;  // threads from one row to the next
   int left = static_cast<int>(min(int64_t{plan.rows}, p.samples - own.first()));
   for (int half; left > 1; left = half) {
@@ -307,15 +312,17 @@ __global__ void __launch_bounds__(kMostOneThreads, 1)
     __syncthreads();
     FUSED_UNROLL for (int e = 0; e < kElements; ++e) of_rows[e][threadIdx.x] = grads[e];
     __syncthreads();
-    if (own.row + half >= left) continue;
-    FUSED_UNROLL for (int e = 0; e < kElements; ++e) {
-      grads[e] += of_rows[e][threadIdx.x + half * apart];
+    if (own.row + half < left) {
+      FUSED_UNROLL for (int e = 0; e < kElements; ++e) {
+        grads[e] += of_rows[e][threadIdx.x + half * apart];
+      }
     }
   }
   if (own.row > 0) return;
   auto* const parts = pairs_at<Acc>(p, 0) + int64_t{own.part} * p.channels;
   const Acc scale = p.scale.as<Acc>();
-  // Not unrolled, for storing a gradient is much code: the next sum takes the first one's place.
+  // Not unrolled, for storing a gradient is much code. The sums move up, so that each index is a
+  // constant and they stay in registers.
 #pragma unroll 1
   for (int e = 0; own.has(e); ++e) {
     const Pair<Acc> sum = {grads[0].first * scale, grads[0].second * scale};
@@ -332,6 +339,7 @@ __global__ void __launch_bounds__(kMostOneThreads, 1)
 
 cudaError_t launch_one_position(const GroupParams& params, const GroupTypes& types,
                                 const GroupPlan& plan, cudaStream_t stream) {
+  // A kernel serves whole vectors and single elements. There are no half vectors of one position.
   const int full = vector_width(size_of(types.x));
   return dispatch_group_types(types, full, [&](auto x, auto y, auto width) -> cudaError_t {
     using X = decltype(x);

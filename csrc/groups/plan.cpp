@@ -168,22 +168,22 @@ int group_width(const GroupProblem& problem, int64_t extent) {
   return has_half_vectors(problem) && extent % (full / 2) == 0 ? full / 2 : 1;
 }
 
-// Some lanes of a warp, a block or a cluster for each group of samples of one position.
+// Samples of one position: lanes of a warp, a block or a cluster for each group.
 bool hold_positions(GroupPlan& plan, const GroupProblem& problem, const Device& device) {
   const int size = size_of(problem.x);
-  // In a kernel, a channel's place in bytes has 32 bits.
+  // In a kernel, a channel's offset in bytes within a sample has 32 bits.
   if (problem.positions != 1 || problem.modulated || problem.channels > kMostExtent / size) {
     return false;
   }
   const int64_t of_group = problem.channels_of_group();
   plan.width = group_width(problem, of_group);
   int64_t threads = ceil_div(of_group, one_position_elements(size));
-  // A thread has several single elements only where each lane of a warp has one.
+  // Single elements are spread over a whole warp first, so that loads coalesce.
   if (plan.width == 1) threads = std::max(threads, std::min<int64_t>(of_group, kWarpThreads));
   const int64_t blocks = ceil_div(threads, kMostOneThreads);
   // Clusters are slower for float64 forward (1024 x 8192 in one group 145, held 93).
-  const bool has_clusters = device.capability >= 90 && device.blocks_meet;
-  const bool by_clusters = has_clusters && (problem.backward || size <= 4);
+  const bool by_clusters =
+      device.capability >= 90 && device.blocks_meet && (problem.backward || size <= 4);
   if (blocks > (by_clusters ? groups::kMostCluster : 1)) return false;
   plan.strategy = GroupStrategy::kOnePosition;
   plan.layout = GroupLayout::kChannelsLast;  // parts of channels lie side by side
@@ -200,7 +200,7 @@ bool hold_positions(GroupPlan& plan, const GroupProblem& problem, const Device& 
   plan.rows = static_cast<int>(teams / plan.groups_of_slice);
   plan.slices = static_cast<int>(ceil_div(problem.groups, plan.groups_of_slice));
   const int64_t of_row = ceil_div(problem.samples, plan.rows);
-  // As many blocks or clusters go through the samples of a slice as are resident at once.
+  // As many blocks or clusters of each slice as should be resident at once.
   const int resident = problem.backward ? groups::kOneBackwardResident : groups::kOneResident;
   const int sms = blocks > 2 ? device.sms * groups::kOfEightClustered / 8 : device.sms;
   const int64_t room = std::max<int64_t>(
@@ -210,7 +210,7 @@ bool hold_positions(GroupPlan& plan, const GroupProblem& problem, const Device& 
     const auto most = std::sqrt(groups::kOnePartsOfSample * static_cast<double>(of_row));
     wanted = of_row <= groups::kFewOneSamples ? 1 : std::min(wanted, static_cast<int64_t>(most));
   } else if (of_row > room / 2) {
-    // Two samples a row, where that leaves half of the blocks: the loads of weights are shared.
+    // Two samples a row, so that weights are loaded less often, but at least half of the blocks.
     wanted = std::clamp(of_row / 2, ceil_div(room, 2), room);
   }
   plan.tiles = static_cast<int>(std::max(wanted, ceil_div(of_row, groups::kMostOneSamples)));

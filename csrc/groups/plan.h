@@ -11,12 +11,12 @@
 //                  of one (planes.cu).
 //   channels_last  a tile has all channels of some positions (channels_last.cu).
 //
-// Samples of one position have both layouts. Groups have a strategy of their own (one_position.cu)
-// if a cluster can hold one and no sample has numbers of its own. Else backward of short ones is
-// that of channels_last.
+// With one position both layouts are the same. If the registers of a cluster have room for a group
+// and there is no modulation, one_position.cu serves. Else backward of short groups is that of
+// channels_last.
 //
 // How a sample is cut depends on its channels, its positions, the types and the alignment, never on
-// the number of samples, so its bits do not depend on its batch.
+// the number of samples, so the bits of y and dx do not depend on the batch.
 #pragma once
 
 #include <algorithm>
@@ -83,7 +83,7 @@ struct GroupPlan : Launch {
   int tile_channels = 1;  // channels of a tile; of a group, where blocks hold or share groups
   // Pieces of a channel, of which each tile has one, or a warp of a split group some.
   int pieces = 1, piece_vectors = 0;
-  int tiles = 1;  // of a group; of a sample of channels_last
+  int tiles = 1;  // of a group; of a sample of channels_last; one position: shares of the samples
 
   // Blocks that hold or share a group.
   int blocks_per_group = 1;

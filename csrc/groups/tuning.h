@@ -38,17 +38,17 @@ constexpr int64_t kShortLastGroup = 32;
 // fewer tiles than so many (backward on an H200, 1 x 150 x 37 x 37 in 5 groups by 11 tiles 54.6).
 constexpr int64_t kFewLastTiles = 128;
 
-// One position: about so many threads of a multiprocessor go through samples (on an H200, 1000 x
-// 8192 bfloat16 in 512 groups 13, backward 30; held by a block for each group 317, 355).
+// One position: so many threads of a multiprocessor should be resident (on an H200, 1000 x 8192
+// bfloat16 in 512 groups 13, backward 30; held by a block for each group 317, 355).
 constexpr int kOneResident = 1024, kOneBackwardResident = 512;
-// Clusters of more than two blocks find room on so many of eight multiprocessors (512 x 12288 in
-// one group, three blocks each, for all 66, so 48; for 64 x 16384, of four, 27 and 22).
+// Clusters of more than two blocks do not fit on all multiprocessors at once, so there are as many
+// as for so many of eight (512 x 12288 in one group, of three blocks, 48, as for all 66; 64 x
+// 16384, of four, 22, 27).
 constexpr int kOfEightClustered = 7;
-// Backward, one block goes through all samples if each of its rows has up to so many, which saves
-// the kernel for parts. Otherwise a part costs a twentieth of a sample's time in a row, so there
-// are at most sqrt(20 samples) parts (256 x 1024 in one group by 256 parts 12.0, by 71 8.1; 64 x
-// 512 by 16 7.0, by 35 5.8). No row has more than the last number, so that sums of float32 stay
-// short.
+// Backward, a row that has up to so many samples goes through all of them, which saves the kernel
+// for parts. Else a part costs a twentieth of a sample: n / parts + parts / 20 is least for sqrt(20
+// n) parts of n samples a row (256 x 1024 in one group by 256 parts 12.0, by 71 8.1; 64 x 512 by 16
+// 7.0, by 35 5.8). No row has more than the last number, so that sums of float32 stay short.
 constexpr int64_t kFewOneSamples = 4, kOnePartsOfSample = 20, kMostOneSamples = 256;
 
 }  // namespace fused_layernorm::groups
