@@ -77,11 +77,11 @@ def collect(
             said = f"{time.monotonic() - start:.0f} s: {' '.join(call)}"
             print(f"{said}\n{ended.stdout}", flush=True)
             last = ended.stdout.strip().splitlines()[-1:] or [""]
-            found = json.loads(file.read_text()) if file.exists() else {}
-            if ended.returncode:  # perhaps after it has measured
-                failed = f"{name}: ended with {ended.returncode}: {last[0]}"
-                found["skipped"] = [*found.get("skipped", []), failed]
-            return found
+            if ended.returncode == 0:
+                return json.loads(file.read_text())
+            found = json.loads(file.read_text()) if file.exists() else {}  # it may have measured
+            failed = f"{name}: ended with {ended.returncode}: {last[0]}"
+            return {**found, "skipped": [*found.get("skipped", []), failed]}
 
         parts = [*pool.map(one, range(len(calls)), calls, calls.values())]
     return {key: [line for part in parts for line in part.get(key, [])]

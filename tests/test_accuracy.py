@@ -363,11 +363,13 @@ def limits_of_groups():
         yield replace(c, layout="misaligned channels_last")
     # One position: lanes and blocks of a group, rows of samples side by side, single elements.
     for of_group, dtype, groups in itertools.product(
-        (1, 8, 12, 31, 32, 33, 256, 257, 264, 4096, 4097, 4104, 32_768, 32_769), (F32, BF16), (1, 3)
-    ):
+        (1, 8, 12, 31, 32, 33, 248, 256, 257, 264, 512, 513, 4096, 4097, 4104, 8192, 8200, 32_768,
+         32_769), (F32, BF16), (1, 3)
+    ):  # fmt: skip
         for samples, layout in ((2, "contiguous"), (7, "misaligned"), (300, "contiguous")):
             yield of_groups((samples, groups * of_group), groups, (dtype, None), layout=layout)
-        yield of_groups((40, groups * of_group, 1), groups, (dtype, F32), out_dtype=F32, **silu)
+        for y in dict.fromkeys((dtype, F32)):
+            yield of_groups((40, groups * of_group, 1), groups, (dtype, F32), out_dtype=y, **silu)
     for beyond in (-1, 0, 1):
         shape = (1, 128, (8 << 20) // (128 * 2) + beyond)
         yield of_groups(shape, 32, (BF16, None), layout="channels_last")
@@ -533,9 +535,9 @@ def test_elements_of_a_group_that_stand_out_or_are_not_there():
     x = torch.randn(64, 4096, device="cuda")
     x[:, ::1024] = 1e4  # the first ones, which cost the others no digits
     error = fused_layernorm.group_norm(x, 4) - torch.nn.functional.group_norm(x.double(), 4)
-    assert error[x < 1e3].abs().max() < 3e-8  # of 0.03
+    assert error[x < 1e3].abs().max() < 3e-8  # where values are 0.03
     x = torch.full((67, 1010), 1e12, dtype=BF16, device="cuda").requires_grad_()
-    y = fused_layernorm.group_norm(x, 10, activation="gelu_tanh").sum()  # some threads lack some
+    y = fused_layernorm.group_norm(x, 10, activation="gelu_tanh").sum()  # 3 or 4 of 8 a thread
     assert torch.autograd.grad(y, x)[0].isfinite().all()
 
 

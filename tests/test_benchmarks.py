@@ -298,12 +298,12 @@ def test_turns(tmp_path, monkeypatch):
     skipped = ["a variant", "a variant", "model 1: ended with 1: no such model"]
     assert collect("a_turn", calls, 2, 60.0) == {"rows": [5, 5], "skipped": skipped}
     assert log.read_text().split()[2:] == ["prepared", "prepared", *["begins", "ends"] * 2]
-    skipped = ["model 0: no time", "model 1: no time"]
-    assert collect("a_turn", calls, 1, -1.0) == {"rows": [], "skipped": skipped}
+    assert [*collect("a_turn", calls, 1, -1.0).values()] == [[], [f"{n}: no time" for n in calls]]
     log.unlink()
     del calls["model 1"]  # for which the other waits
-    killed = {"rows": [], "skipped": ["model 0: no time: it was killed"]}
-    assert collect("a_turn", calls, 1, 0.5) == killed
+    killed = collect("a_turn", calls, 1, 0.5)
+    assert killed == {"rows": [], "skipped": ["model 0: no time: it was killed"]}
+    assert "a: ended with 1" in collect("no_such_module", {"a": []}, 1, 60.0)["skipped"][0]
 
 
 # ---- What is shown of the results.

@@ -332,16 +332,13 @@ def test_what_is_no_tensor(device, name, what):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [
-        (lambda x, t: layer_norm(x, t, scale=t), "scale"),
-        (lambda x, t: fl.rms_norm(x, t, t), "eps"),  # the third is no bias
-        (lambda x, t: fl.rms_norm(x, t, weight_offset=t), "weight_offset"),
-        (lambda x, t: ada_layer_norm(x, t, t, eps=t), "eps"),
-        (lambda x, t: fl.group_norm(x, 2, t, t, t), "eps"),
-    ],
-)
+@pytest.mark.parametrize(("call", "name"), [
+    (lambda x, t: layer_norm(x, t, scale=t), "scale"),
+    (lambda x, t: fl.rms_norm(x, t, t), "eps"),  # the third is no bias
+    (lambda x, t: fl.rms_norm(x, t, weight_offset=t), "weight_offset"),
+    (lambda x, t: ada_layer_norm(x, t, t, eps=t), "eps"),
+    (lambda x, t: fl.group_norm(x, 2, t, t, t), "eps"),
+])  # fmt: skip
 def test_tensors_in_the_place_of_numbers(device, call, name, compiled):
     x, t = torch.ones(4, 8, device=device), torch.ones(8, device=device)
     if compiled:
@@ -396,14 +393,11 @@ def test_layouts_and_dtypes(device, name, what, kind, requires_grad):
         layer_norm(**given)
 
 
-@pytest.mark.parametrize(
-    ("shape", "ndim", "sentence"),
-    [
-        ((2**16, 2**16, 4), 1, "expected at most 2147483647 rows, got 4294967296"),
-        ((1, 2**31), 1, "expected at most 2147483647 columns, got 2147483648"),
-        ((2, 2**16, 2**16), 2, "expected at most 2147483647 columns, got 4294967296"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "ndim", "sentence"), [
+    ((2**16, 2**16, 4), 1, "expected at most 2147483647 rows, got 4294967296"),
+    ((1, 2**31), 1, "expected at most 2147483647 columns, got 2147483648"),
+    ((2, 2**16, 2**16), 2, "expected at most 2147483647 columns, got 4294967296"),
+])  # fmt: skip
 def test_more_rows_or_columns_than_the_kernels_index(shape, ndim, sentence):
     of_meta = describe(torch.empty(shape, device="meta"), normalized_ndim=ndim)
     arguments.check(of_meta)  # the limit is that of our kernels, which do not run here
@@ -431,18 +425,15 @@ def test_what_pytorchs_function_refuses_is_not_tried_again(name, monkeypatch):
         call_of(name, {"weight": ((3,), F32)}, "cpu")()
 
 
-@pytest.mark.parametrize(
-    ("cls", "options", "error"),
-    [
-        *((fl.FusedLayerNorm, wrong, V)
-          for wrong in ({"activation": "tanh"}, {"scale": NAN}, {"out_dtype": torch.int8})),
-        (fl.FusedLayerNorm, {"scale": None}, T),
-        *((fl.FusedRMSNormGated, wrong, V)
-          for wrong in ({"group_size": 3}, {"gate_activation": "relu"}, {"weight_offset": NAN})),
-        (functools.partial(fl.FusedGroupNorm, 2), {"activation": "tanh"}, V),
-        *((functools.partial(fl.FusedGroupNorm, bad), {}, V) for bad in (0, -1, 3)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("cls", "options", "error"), [
+    *((fl.FusedLayerNorm, wrong, V)
+      for wrong in ({"activation": "tanh"}, {"scale": NAN}, {"out_dtype": torch.int8})),
+    (fl.FusedLayerNorm, {"scale": None}, T),
+    *((fl.FusedRMSNormGated, wrong, V)
+      for wrong in ({"group_size": 3}, {"gate_activation": "relu"}, {"weight_offset": NAN})),
+    (functools.partial(fl.FusedGroupNorm, 2), {"activation": "tanh"}, V),
+    *((functools.partial(fl.FusedGroupNorm, bad), {}, V) for bad in (0, -1, 3)),
+])  # fmt: skip
 def test_modules_refuse_when_they_are_made(cls, options, error):
     with pytest.raises(error, match=r"expected|must be divisible"):
         cls(8, **options)
@@ -565,10 +556,9 @@ def right_arguments(overload, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("operator", "what", "value", "sentence"),
-    [(operator, *case) for operator, cases in REFUSED.items() for case in cases],
-)
+@pytest.mark.parametrize(("operator", "what", "value", "sentence"), [
+    (operator, *case) for operator, cases in REFUSED.items() for case in cases
+])  # fmt: skip
 def test_operators_refuse_on_cuda(operator, what, value, sentence):
     """What the kernels would otherwise read out of bounds, or as something else, also where no
     gradient is asked for. Autograd never calls them so; on the CPU PyTorch's operators compute."""
@@ -584,13 +574,12 @@ def test_operators_refuse_on_cuda(operator, what, value, sentence):
 
 @pytest.mark.cpu_operators
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
-@pytest.mark.parametrize(
-    ("operator", "what"),
-    [("layer_norm_backward", what) for what in ("dy", "x", "rstd", "weight")]
-    + [("add_ada_layer_norm_backward", what) for what in ("scale", "gate", "input")]
-    + [("gate_backward", "gate"), ("qk_norm_rope_backward", "dq_out")]
-    + [("qkv_norm_rope_backward", what) for what in ("dv", "qkv")],
-)
+@pytest.mark.parametrize(("operator", "what"), [
+    *(("layer_norm_backward", what) for what in ("dy", "x", "rstd", "weight")),
+    *(("add_ada_layer_norm_backward", what) for what in ("scale", "gate", "input")),
+    ("gate_backward", "gate"), ("qk_norm_rope_backward", "dq_out"),
+    *(("qkv_norm_rope_backward", what) for what in ("dv", "qkv")),
+])  # fmt: skip
 def test_backward_operators_refuse_other_dtypes(operator, what, dtype):
     overload = getattr(torch.ops.fused_layernorm, operator).default
     given = right_arguments(overload, "cpu")

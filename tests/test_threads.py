@@ -57,7 +57,6 @@ def call_of(rows, cols, dtype, strategy=None, device="cuda", *, backward=True):
         (True, (3000, 1024, F32), (40, 1000, F32)),
         (True, (3000, 4096, F32), (3000, 1024, F32)),
         (True, (3000, 8192, BF16), (3000, 1024, BF16)),
-        (True, (3000, 1024, F32, "block teams=4"), (3000, 1024, F32, "block teams=1")),
         (False, (64, 150_528, F32), (400, 20_480, F32)),
         (False, (400, 65_536, BF16), (400, 40_000, BF16)),
     ],
@@ -68,6 +67,17 @@ def test_a_small_plan_beside_a_large_one(backward, large, small):
     calls = [call_of(*sizes, backward=backward) for sizes in (large, small)]
     in_turn(*calls)
     in_turn(*reversed(calls))
+
+
+def test_the_same_kernel_with_other_numbers_of_teams():
+    """Plans of one kernel that differ in shared memory by what the number of teams changes."""
+    needs, calls = [], []
+    for strategy in ("block teams=4", "block teams=1"):
+        with numerics.forced(strategy):
+            needs.append(numerics.plan_here(3000, 1024, F32, backward=True)["shared_bytes"])
+        calls.append(call_of(3000, 1024, F32, strategy=strategy))
+    assert needs[0] > needs[1] > 40 * 1024
+    in_turn(calls[0], calls[1], times=6)
 
 
 @pytest.mark.multi_gpu

@@ -276,8 +276,7 @@ cudaError_t launch_held_groups(const GroupParams& params, const GroupTypes& type
     const auto with = [&](auto units) {
       const auto kernel = types.backward ? group_held_backward_kernel<X, Y, width(), units()>
                                          : group_held_kernel<X, Y, width(), units()>;
-      return plan.cluster > 1 ? launch<Start::kCluster>(kernel, plan, stream, plan, params)
-                              : launch(kernel, plan, stream, plan, params);
+      return launch_clusters(kernel, plan, stream, params);
     };
     if (plan.vector_units == 1) return with(std::integral_constant<int, 1>());
     if constexpr (width() == vector_width(static_cast<int>(sizeof(X))) && sizeof(X) < 8) {

@@ -27,6 +27,13 @@ GroupLaunch launch_planes, launch_channels_last, launch_group_totals;
 // this one leaves parts.
 GroupLaunch launch_held_groups, launch_split_groups, launch_one_position;
 
+// Launches a kernel by the plan's clusters, if it has some.
+cudaError_t launch_clusters(auto kernel, const GroupPlan& plan, cudaStream_t stream,
+                            const GroupParams& params) {
+  return plan.cluster > 1 ? launch<Start::kCluster>(kernel, plan, stream, plan, params)
+                          : launch(kernel, plan, stream, plan, params);
+}
+
 // The launches of a call over tiles, with so many bytes of shared memory: one measures them, the
 // totals follow (if has_totals), and one applies these and makes the gradients of parameters.
 inline cudaError_t launch_tiles(const GroupParams& params, const GroupTypes& types,

@@ -20,16 +20,14 @@ struct Loaded {
   static constexpr int kOfWord = sizeof(Word) / sizeof(V);
   Word words[kElements] = {};
 
-  template <int kFull, int kWidth>
+  template <int kWidth>
   FUSED_DEVICE void set(int e, const Vec<V, kWidth>& some) {
-    if constexpr (kWidth == kFull) {
+    if constexpr (kWidth < kOfWord) {  // a single element of two bytes
+      words[e] = *reinterpret_cast<const uint16_t*>(some.at);
+    } else {
       FUSED_UNROLL for (int k = 0; k < kWidth / kOfWord; ++k) {
         words[e / kOfWord + k] = reinterpret_cast<const Word*>(some.at)[k];
       }
-    } else if constexpr (kOfWord == 1) {
-      words[e] = *reinterpret_cast<const Word*>(some.at);
-    } else {
-      words[e] = *reinterpret_cast<const uint16_t*>(some.at);
     }
   }
   FUSED_DEVICE Vec<V, kElements> elements(bool are_packed) const {
@@ -122,9 +120,7 @@ struct ThreadElements {
   template <typename V>
   FUSED_DEVICE void load_sample(Loaded<V, kElements>& to, const void* from, int sample) const {
     const V* const at = static_cast<const V*>(from) + int64_t{sample} * p.channels;
-    each([&](int e, int c, auto width) {
-      to.template set<kWidth>(e, load<Use::kOnce, width()>(element(at, c)));
-    });
+    each([&](int e, int c, auto width) { to.set(e, load<Use::kOnce, width()>(element(at, c))); });
   }
   // Stores nothing of a sample beyond the last one.
   template <typename V>
@@ -344,12 +340,10 @@ cudaError_t launch_one_position(const GroupParams& params, const GroupTypes& typ
   return dispatch_group_types(types, full, [&](auto x, auto y, auto width) -> cudaError_t {
     using X = decltype(x);
     using Y = decltype(y);
-    const auto start = [&](auto kernel) {
-      return plan.cluster > 1 ? launch<Start::kCluster>(kernel, plan, stream, plan, params)
-                              : launch(kernel, plan, stream, plan, params);
-    };
     if constexpr (width() == vector_width(static_cast<int>(sizeof(X)))) {
-      return start(types.backward ? one_position_backward_kernel<X, Y> : one_position_kernel<X, Y>);
+      const auto kernel =
+          types.backward ? one_position_backward_kernel<X, Y> : one_position_kernel<X, Y>;
+      return launch_clusters(kernel, plan, stream, params);
     } else {
       return cudaErrorInvalidValue;
     }

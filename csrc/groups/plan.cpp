@@ -10,6 +10,9 @@
 namespace fused_layernorm {
 namespace {
 
+// Whether blocks can wait for each other, those of a cluster or of a whole launch.
+bool has_meetings(const Device& device) { return device.capability >= 90 && device.blocks_meet; }
+
 // A block or a cluster for each group, if shared memory has room for it.
 bool hold_planes(GroupPlan& plan, const GroupProblem& problem, const Device& device) {
   const int64_t channels = problem.channels_of_group();
@@ -19,13 +22,12 @@ bool hold_planes(GroupPlan& plan, const GroupProblem& problem, const Device& dev
   const bool backward = problem.backward;
   int blocks = 1;
   if (bytes > (backward ? groups::kHeldBackwardBytes : groups::kHeldBytes)) {
-    const bool has_clusters = device.capability >= 90 && device.blocks_meet;
     const bool by_two = backward && bytes <= groups::kClusterBackwardBytes;
     // Backward, longer groups are held only where tiles would move them by single elements
     // (float32, 1024 x 16 x 10933 in 4 groups: tiles 1388, clusters 721).
     const bool fits =
         by_two || (bytes <= groups::kClusterBytes && !(backward && plan.vector_units == 1));
-    if (!has_clusters || !fits) return false;
+    if (!has_meetings(device) || !fits) return false;
     blocks = by_two ? groups::kMostBackwardCluster : groups::kMostCluster;
   }
   plan.slice_vectors = static_cast<int>(ceil_div(vectors, blocks));
@@ -68,8 +70,8 @@ bool split_planes(GroupPlan& plan, const GroupProblem& problem, const Device& de
   const int size = size_of(problem.x);
   const int64_t channels = problem.channels_of_group();
   const bool backward = problem.backward;
-  if (device.capability < 90 || !device.blocks_meet || problem.x == DataType::kFloat64 ||
-      plan.width < vector_width(size) || plan.channel_units < kWarpThreads / 2 ||
+  if (!has_meetings(device) || problem.x == DataType::kFloat64 || plan.width < vector_width(size) ||
+      plan.channel_units < kWarpThreads / 2 ||
       (backward && channels * problem.positions < groups::kSplitBackwardElements)) {
     return false;
   }
@@ -182,8 +184,7 @@ bool hold_positions(GroupPlan& plan, const GroupProblem& problem, const Device& 
   if (plan.width == 1) threads = std::max(threads, std::min<int64_t>(of_group, kWarpThreads));
   const int64_t blocks = ceil_div(threads, kMostOneThreads);
   // Clusters are slower for float64 forward (1024 x 8192 in one group 145, held 93).
-  const bool by_clusters =
-      device.capability >= 90 && device.blocks_meet && (problem.backward || size <= 4);
+  const bool by_clusters = has_meetings(device) && (problem.backward || size <= 4);
   if (blocks > (by_clusters ? groups::kMostCluster : 1)) return false;
   plan.strategy = GroupStrategy::kOnePosition;
   plan.layout = GroupLayout::kChannelsLast;  // parts of channels lie side by side
