@@ -101,6 +101,7 @@ class Groups(numerics.Call):
     _: KW_ONLY
     groups: int = 1
     modulation: str = "none"  # or "both", "shift", "scale"
+    weight_layout: str = "contiguous"  # of numerics.LAYOUTS
 
     def draws(self, sample):
         # An error's mean over few numbers is left to chance: it is taken over some fifty at least.
@@ -115,10 +116,11 @@ class Groups(numerics.Call):
         x = self.LAYOUTS[self.layout]((randn(self.shape) + self.mean).to(self.dtype))
         dy = randn(self.shape, self.out_dtype or self.dtype)
         t = {"x": x, "dy": self.LAYOUTS[self.dy_layout or self.layout](dy)}
+        lies = numerics.LAYOUTS[self.weight_layout]
         if self.affine in ("both", "weight"):
-            t["weight"] = 1 + randn((channels,), weight_dtype) / 2
+            t["weight"] = lies(1 + randn((channels,), weight_dtype) / 2)
         if self.affine in ("both", "bias"):
-            t["bias"] = randn((channels,), weight_dtype)
+            t["bias"] = lies(randn((channels,), weight_dtype))
         # Halves of one tensor, as models make them; shift has trailing dimensions.
         shift, scale = randn((n, 2 * channels), weight_dtype).chunk(2, 1)
         if self.modulation in ("both", "shift"):

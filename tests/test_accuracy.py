@@ -366,10 +366,12 @@ def limits_of_groups():
         (1, 8, 12, 31, 32, 33, 248, 256, 257, 264, 512, 513, 4096, 4097, 4104, 8192, 8200, 32_768,
          32_769), (F32, BF16), (1, 3)
     ):  # fmt: skip
-        for samples, layout in ((2, "contiguous"), (7, "misaligned"), (300, "contiguous")):
-            yield of_groups((samples, groups * of_group), groups, (dtype, None), layout=layout)
-        for y in dict.fromkeys((dtype, F32)):
-            yield of_groups((40, groups * of_group, 1), groups, (dtype, F32), out_dtype=y, **silu)
+        for samples, lies in ((2, {"weight_layout": "every second"}), (7, {"layout": "misaligned"}),
+                              (3, {"weight_layout": "misaligned"}), (300, {})):  # fmt: skip
+            yield of_groups((samples, groups * of_group), groups, (dtype, None), **lies)
+        for y, weight in {F32: "contiguous", dtype: "every second"}.items():
+            c = of_groups((40, groups * of_group, 1), groups, (dtype, F32), out_dtype=y, **silu)
+            yield replace(c, weight_layout=weight)
     for beyond in (-1, 0, 1):
         shape = (1, 128, (8 << 20) // (128 * 2) + beyond)
         yield of_groups(shape, 32, (BF16, None), layout="channels_last")
@@ -398,8 +400,7 @@ GATED = [
       for form in (families.GATED_FORMS[0], families.GATED_FORMS[7]) for x in (BF16, F32)
       for shape, options in GATED_SHAPES),
 ]  # fmt: skip
-# Weight's dtype (None: there is none), whether there is a bias, the activation, the layouts of x
-# and of the gate.
+# Weight's dtype (None: no weight), whether there is a bias, the activation, layouts of x and gate.
 OF_KERNELS: Any = (
     ("same", False, "silu", "contiguous", "sliced"),
     (F32, False, "sigmoid", "sliced", "contiguous"),

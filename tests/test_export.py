@@ -73,8 +73,7 @@ def test_export_keeps_the_operators_and_decomposes_to_aten(device, grad, strict)
     x = torch.randn(5, 4, 16, device=device)  # another batch size
     expected = model(x)
     for found in (program.module()(x), plain.module()(x)):
-        # The tolerance is that of float32, because the arithmetic is float32 also for a float64
-        # output.
+        # The tolerance of float32, because the arithmetic is float32 also for a float64 output.
         torch.testing.assert_close(found, expected, rtol=1.3e-6, atol=1e-5)
 
 

@@ -557,8 +557,7 @@ def test_convolutions_cast_under_autocast():
     torch.testing.assert_close(found, function(x), rtol=2e-2, atol=2e-2)
 
 
-# Uses of a norm's result y, in several layouts, which all cast it to bfloat16 under autocast. w is
-# a matrix.
+# Uses of a norm's result y, in several layouts, all casts to bfloat16 under autocast. w: a matrix.
 CAST = {
     "one linear": lambda y, w: F.linear(y, w),
     "three products": lambda y, w: (y @ w, torch.matmul(y, w), torch.bmm(y, w.expand(B, D, D))),

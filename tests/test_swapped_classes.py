@@ -433,8 +433,7 @@ def test_swap_and_unswap(case):
         assert type(getattr(fl, f"unswap_{own}")(new)) is type(norm)
 
 
-# One class each whose computation depends on dtypes, strides or a switch, because a compilation
-# takes a second.
+# One class each whose computation depends on dtypes, strides or a switch: a compilation is slow.
 COMPILED = ("layer-timm_2d", "layer-timm_exp_2d", "layer-deberta", "layer-cohere", "rms-llama",
             "rms-gemma", "rms-t5", "rms-diffusers", "rms-timm", "rms-torch",
             "rms-qwen3_next_gated")  # fmt: skip

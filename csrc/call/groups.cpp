@@ -15,8 +15,9 @@ int64_t stride_along(const RawTensor& tensor, int64_t d) {
 void place(const RawTensor& tensor, ChannelNumbers& into) {
   if (!tensor) return;
   const bool of_samples = tensor.dims > 1;
-  into = {tensor.data, of_samples ? stride_along(tensor, 0) : 0,
-          stride_along(tensor, of_samples ? 1 : 0), tensor.type};
+  const int64_t stride = stride_along(tensor, of_samples ? 1 : 0);
+  into = {tensor.data, of_samples ? stride_along(tensor, 0) : 0, stride, tensor.type,
+          stride == 1 && is_aligned(tensor.data)};
 }
 
 }  // namespace

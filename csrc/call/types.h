@@ -25,8 +25,8 @@ constexpr bool goes_with(DataType parameter, DataType x) {
 // arithmetic's type; neither changes the result.
 DataTypes kernel_types(DataType x, std::optional<DataType> parameters, DataType y);
 
-// The same for kernels over groups, which read parameters of any type, and write half-precision y
-// only where x is of the same type.
+// The same for kernels over groups, which read parameters of x's type and of float32, and write
+// half-precision y only where x is of the same type.
 DataTypes group_types(DataType x, DataType y);
 
 inline bool has_kernels(const DataTypes& types) {

@@ -146,11 +146,7 @@ FUSED_DEVICE void activate_if(const GroupParams& p, Acc (&values)[kWidth]) {
     if (!p.activates) return;
     if (p.activation == Activation::kSilu) return activate_if<Y, Compiled::kSilu>(p, values);
     if (p.activation == kLeakyRelu) return activate_if<Y, Compiled::kLeakyRelu>(p, values);
-    const Acc scale = p.scale.as<Acc>();
-    if (kWidth <= 2 || p.activation != Activation::kGeluTanh) {
-      return activate<Y>(values, p.activation, scale);
-    }
-    one_by_one(values, values, [&](Acc value, Acc) { return gelu_tanh<Y>(value) * scale; });
+    return activate<Y>(values, p.activation, p.scale.as<Acc>());
   } else if constexpr (kActivation != Compiled::kNone) {
     const Acc scale = p.scale.as<Acc>();
     FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {

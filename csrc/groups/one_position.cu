@@ -12,31 +12,36 @@
 namespace fused_layernorm {
 namespace {
 
-// Elements loaded ahead, as raw words: packed vectors, or a word for each single element. To pack
-// single ones takes their values, and so waits for memory: it is done when they are needed.
-template <typename V, int kElements>
+template <typename V>
+using WordOf = std::conditional_t<sizeof(V) == 8, uint64_t, uint32_t>;
+
+// Elements that are loaded ahead, as raw words: packed vectors, or a word for each single element.
+// To pack single ones, or to convert, takes the values, and so waits for memory: it is done when
+// they are needed. Zeros stand for elements that the thread lacks.
+template <typename Word, int kElements>
 struct Loaded {
-  using Word = std::conditional_t<sizeof(V) == 8, uint64_t, uint32_t>;
+  template <typename V>
   static constexpr int kOfWord = sizeof(Word) / sizeof(V);
   Word words[kElements] = {};
 
-  template <int kWidth>
+  template <typename V, int kWidth>
   FUSED_DEVICE void set(int e, const Vec<V, kWidth>& some) {
-    if constexpr (kWidth < kOfWord) {  // a single element of two bytes
+    if constexpr (kWidth < kOfWord<V>) {  // a single element of two bytes
       words[e] = *reinterpret_cast<const uint16_t*>(some.at);
     } else {
-      FUSED_UNROLL for (int k = 0; k < kWidth / kOfWord; ++k) {
-        words[e / kOfWord + k] = reinterpret_cast<const Word*>(some.at)[k];
+      FUSED_UNROLL for (int k = 0; k < kWidth / kOfWord<V>; ++k) {
+        words[e / kOfWord<V> + k] = reinterpret_cast<const Word*>(some.at)[k];
       }
     }
   }
+  template <typename V>
   FUSED_DEVICE Vec<V, kElements> elements(bool are_packed) const {
     Vec<V, kElements> all;
     auto* const to = reinterpret_cast<Word*>(all.at);
-    FUSED_UNROLL for (int k = 0; k < kElements / kOfWord; ++k) to[k] = words[k];
-    if constexpr (kOfWord > 1) {
+    FUSED_UNROLL for (int k = 0; k < kElements / kOfWord<V>; ++k) to[k] = words[k];
+    if constexpr (kOfWord<V> > 1) {
       if (are_packed) return all;
-      FUSED_UNROLL for (int k = 0; k < kElements / kOfWord; ++k) {
+      FUSED_UNROLL for (int k = 0; k < kElements / kOfWord<V>; ++k) {
         to[k] = words[2 * k] | words[2 * k + 1] << 16;
       }
     }
@@ -52,6 +57,7 @@ struct ThreadElements {
   int row, group;      // which of the samples that are side by side; of the sample's groups
   int part;            // which of the plan.tiles shares of the samples, and of their partial sums
   int channel, count;  // of the thread's first element; of its elements
+  int group_channels;  // of each group
   bool is_first;       // of the group's threads
 
   FUSED_DEVICE ThreadElements(const GroupPlan& its_plan, const GroupParams& params)
@@ -63,16 +69,19 @@ struct ThreadElements {
       thread += (blockIdx.x - cluster * blocks) * blockDim.x;
     }
     part = cluster / plan.slices;
-    const int team = thread / lanes, slice = cluster - part * plan.slices;
+    // Lanes of a warp are a power of two. More are all threads of the block or cluster.
+    const int team = lanes > kWarpSize ? 0 : thread >> (31 - __clz(lanes));
+    const int slice = cluster - part * plan.slices;
     const int lane = thread - team * lanes;
     row = team / plan.groups_of_slice;
     group = (slice - row) * plan.groups_of_slice + team;
-    const int of_group = p.channels_of_group(), at = lane * plan.width;
+    const int at = lane * plan.width;
+    group_channels = p.channels_of_group();
     const bool works = row < plan.rows && group < p.groups;
     is_first = works && lane == 0;
-    channel = group * of_group + at;
+    channel = group * group_channels + at;
     // Threads left over behind whole rows, or behind the last group, have no elements.
-    const int all = works ? of_group - at : 0;
+    const int all = works ? group_channels - at : 0;
     count = 0;
     FUSED_UNROLL for (int e = 0; e < kElements; e += kWidth) {
       count += e * lanes < all ? kWidth : 0;
@@ -91,8 +100,8 @@ struct ThreadElements {
   FUSED_DEVICE int step() const { return plan.tiles * plan.rows; }
   // Calls use(sample) equally often in all threads of a block or cluster, so that it may contain
   // barriers. The sample may be beyond the last one, which `use` must check.
-  FUSED_DEVICE void each_sample(const auto& use) const {
-    for (int n = first(); n < p.samples; n += step()) use(n + row);
+  FUSED_DEVICE void each_sample_from(int begin, const auto& use) const {
+    for (int n = begin; n < p.samples; n += step()) use(n + row);
   }
   // Calls use(e, channel, how many) for each vector that the thread has, or for each element.
   FUSED_DEVICE void each(const auto& use) const {
@@ -106,9 +115,9 @@ struct ThreadElements {
       }
     }
   }
-  // Calls use(e) for each element that the thread has. A whole vector is not asked one by one.
+  // Calls use(e) for each element that the thread has. If it has all, none is asked for.
   FUSED_DEVICE void each_element(const auto& use) const {
-    if (kWidth == kElements && count == kElements) {
+    if (count == kElements) {
       FUSED_UNROLL for (int e = 0; e < kElements; ++e) use(e);
     } else {
       FUSED_UNROLL for (int e = 0; e < kElements; ++e) {
@@ -118,8 +127,8 @@ struct ThreadElements {
   }
   // Loads of a sample, which must exist, what the thread has. Other elements stay what they were.
   template <typename V>
-  FUSED_DEVICE void load_sample(Loaded<V, kElements>& to, const void* from, int sample) const {
-    const V* const at = static_cast<const V*>(from) + int64_t{sample} * p.channels;
+  FUSED_DEVICE void load_sample(Loaded<WordOf<V>, kElements>& to, const V* x, int sample) const {
+    const V* const at = x + int64_t{sample} * p.channels;
     each([&](int e, int c, auto width) { to.set(e, load<Use::kOnce, width()>(element(at, c))); });
   }
   // Stores nothing of a sample beyond the last one.
@@ -163,39 +172,79 @@ struct ThreadElements {
   }
 };
 
-// weight or bias of a thread's channels. One switch over the type covers all loads, so that they
-// are in flight together.
-template <typename Acc, int kWidth, int kElements>
-FUSED_DEVICE void load_parameters(Acc (&to)[kElements], const ChannelNumbers& numbers,
-                                  const ThreadElements<kWidth, kElements>& own, Acc absent) {
-  // Of elements that the thread lacks z is then 0 in backward, and dz, 0 times the activation's
-  // slope at z, is 0 for any finite mean.
-  FUSED_UNROLL for (int e = 0; e < kElements; ++e) to[e] = own.has(e) ? absent : Acc(0);
-  if (numbers.at == nullptr) return;
-  const int64_t bytes = numbers.channel_stride * size_of(numbers.type);
-  const int64_t apart = own.element_stride() * bytes, further = own.vector_stride() * bytes;
-  const char* places[kElements];  // by additions, which take less than products of 64 bits
-  FUSED_UNROLL for (int e = 0; e < kElements; ++e) {
-    const char* const at = e == 0 ? static_cast<const char*>(numbers.at) + own.channel * bytes
-                           : e % kWidth == 0 ? places[e - kWidth] + further
-                                             : places[e - 1] + apart;
-    places[e] = at;
-  }
-  const auto from = [&](auto of_type) {
-    FUSED_UNROLL for (int e = 0; e < kElements; ++e) {
-      if (own.has(e)) to[e] = Acc(to_acc(*reinterpret_cast<const decltype(of_type)*>(places[e])));
+// weight or bias of a thread's channels, of x's type or float32 (call/check.cpp). Of elements that
+// the thread lacks it is 0: in backward z is then 0, and dz, 0 times the activation's slope at z,
+// is 0 for any finite mean.
+template <typename X, int kWidth, int kElements>
+struct Parameter {
+  using Acc = acc_t<X>;
+  using Wide = std::conditional_t<sizeof(X) == 2, float, X>;
+  using Own = ThreadElements<kWidth, kElements>;
+  const ChannelNumbers& numbers;
+  const bool is_wide, is_packed;  // of Wide; in whole vectors
+  Loaded<WordOf<X>, kElements> loaded;
+
+  FUSED_DEVICE Parameter(const ChannelNumbers& of_channels, const Own& own, Acc absent)
+      : numbers(of_channels),
+        is_wide(sizeof(X) > 2 || numbers.type == DataType::kFloat32),
+        is_packed(own.has_vectors() && numbers.is_dense) {
+    if (numbers.at == nullptr) {  // ChannelNumbers then have the type float32: it is wide
+      Vec<Acc, 1> one;
+      one.at[0] = absent;
+      FUSED_UNROLL for (int e = 0; e < kElements; ++e) {
+        if (own.has(e)) loaded.set(e, one);
+      }
+    } else if (is_wide) {
+      load_all<Wide>(own);
+    } else {
+      load_all<X>(own);
     }
-  };
-  switch (numbers.type) {
-    case DataType::kFloat32:
-      return from(float{});
-    case DataType::kFloat16:
-      return from(__half{});
-    case DataType::kBFloat16:
-      return from(__nv_bfloat16{});
-    case DataType::kFloat64:
-      return from(double{});
   }
+  template <typename V>
+  FUSED_DEVICE void load_all(const Own& own) {
+    if (is_packed) {
+      load_packed<V>(own);
+    } else {
+      load_single<V>(own);
+    }
+  }
+  template <typename V>
+  FUSED_DEVICE void load_packed(const Own& own) {
+    const V* const at = static_cast<const V*>(numbers.at);
+    FUSED_UNROLL for (int e = 0; e < kElements; e += kWidth) {
+      if (own.has(e)) loaded.set(e, load<Use::kReadOnly, kWidth>(at + own.channel_of(e)));
+    }
+  }
+  // A place follows from another one by an addition, which takes less than a product of 64 bits.
+  template <typename V>
+  FUSED_DEVICE void load_single(const Own& own) {
+    const int64_t stride = numbers.channel_stride;
+    const int64_t apart = own.element_stride() * stride, further = own.vector_stride() * stride;
+    const V* vector = static_cast<const V*>(numbers.at) + own.channel * stride;
+    FUSED_UNROLL for (int e = 0; e < kElements; e += kWidth, vector += further) {
+      const V* at = vector;
+      FUSED_UNROLL for (int j = e; j < e + kWidth; ++j, at += apart) {
+        if (own.has(j)) loaded.set(j, load<Use::kReadOnly, 1>(at));
+      }
+    }
+  }
+  FUSED_DEVICE void convert(Acc (&to)[kElements]) const {
+    if (is_wide) {
+      unpack(to, loaded.template elements<Wide>(is_packed));
+    } else {
+      unpack(to, loaded.template elements<X>(is_packed));
+    }
+  }
+};
+
+// weight and bias, 1 and 0 where there are none: all loads are on the way before one is waited for.
+template <typename X, int kWidth, int kElements>
+FUSED_DEVICE void load_parameters(const GroupParams& p,
+                                  const ThreadElements<kWidth, kElements>& own,
+                                  acc_t<X> (&factor)[kElements], acc_t<X> (&offset)[kElements]) {
+  const Parameter<X, kWidth, kElements> weight(p.weight, own, 1), bias(p.bias, own, 0);
+  weight.convert(factor);
+  bias.convert(offset);
 }
 
 template <typename X, typename Y>
@@ -206,27 +255,25 @@ __global__ void __launch_bounds__(kMostOneThreads, sizeof(X) > 4 ? 1 : 2)
   constexpr int kElements = one_position_elements(sizeof(X)), kWidth = vector_width(sizeof(X));
   __shared__ alignas(16) Acc scratch[2][kMaxWarps];
   const ThreadElements<kWidth, kElements> own(plan, p);
-  Loaded<X, kElements> next;
+  Loaded<WordOf<X>, kElements> next;
   X next_first, next_second;  // of the group's elements, from which the pivot is chosen
-  const int first_channel = own.group * p.channels_of_group();
-  const int second = p.channels_of_group() > 1;
+  const int first_channel = own.group * own.group_channels, second = own.group_channels > 1;
   const auto prefetch = [&](int n) {
     // Of two vectors, old values that a load may leave as they are would take too many registers.
     if constexpr (kWidth < kElements) next = {};
     if (n >= p.samples || own.count == 0) return;
-    own.load_sample(next, p.x, n);
+    own.load_sample(next, static_cast<const X*>(p.x), n);
     const X* const group = static_cast<const X*>(p.x) + int64_t{n} * p.channels + first_channel;
     next_first = group[0];
     next_second = group[second];
   };
   prefetch(own.first() + own.row);
   Acc factor[kElements], offset[kElements];
-  load_parameters(factor, p.weight, own, Acc(1));
-  load_parameters(offset, p.bias, own, Acc(0));
+  load_parameters<X>(p, own, factor, offset);
   const Reciprocal<Acc> inverse(p.inverse_count);
-  own.each_sample([&](int n) {
+  own.each_sample_from(own.first(), [&](int n) {
     Acc values[kElements];
-    unpack(values, next.elements(own.has_vectors()));
+    unpack(values, next.template elements<X>(own.has_vectors()));
     const Pair<Acc> two = {to_acc(next_first), to_acc(next_second)};
     prefetch(n + own.step());
     const Acc pivot = MeanAndVariance::pivot<Acc>(two);
@@ -261,30 +308,29 @@ __global__ void __launch_bounds__(kMostOneThreads, 1)
   __shared__ Pair<Acc> of_rows[kElements][kOneThreads];  // which blocks of several rows have
   let_next_kernel_start();
   const ThreadElements<kWidth, kElements> own(plan, p);
-  Loaded<X, kElements> next_x;
-  Loaded<Y, kElements> next_dy;
+  Loaded<WordOf<X>, kElements> next_x;
+  Loaded<WordOf<Y>, kElements> next_dy;
   Pair<Acc> next_statistics;
   const auto prefetch = [&](int n) {
     if (n >= p.samples) {
       next_dy = {};  // adds nothing to the gradients
       return;
     }
-    own.load_sample(next_x, p.x, n);
-    own.load_sample(next_dy, p.dy, n);
+    own.load_sample(next_x, static_cast<const X*>(p.x), n);
+    own.load_sample(next_dy, static_cast<const Y*>(p.dy), n);
     if (own.count > 0) next_statistics = load_group<Acc>(p, n * p.groups + own.group);
   };
-  prefetch(own.first() + own.row);
   Acc factor[kElements];
   ChannelSlope<Acc[kElements]> of;
-  load_parameters(factor, p.weight, own, Acc(1));
-  load_parameters(of.offset, p.bias, own, Acc(0));
   Pair<Acc> grads[kElements];  // sums of dz and of dz xhat over the samples, without the scale
   bool odd = false;
-  own.each_sample([&](int n) {
-    const auto x = next_x.elements(own.has_vectors());
-    const auto dy = next_dy.elements(own.has_vectors());
+  // The first call is for no sample, so that the code that loads the next one stands here alone.
+  own.each_sample_from(own.first() - own.step(), [&](int n) {
+    const auto x = next_x.template elements<X>(own.has_vectors());
+    const auto dy = next_dy.template elements<Y>(own.has_vectors());
     const auto [mean, rstd] = next_statistics;
     prefetch(n + own.step());
+    if (n < own.row) return load_parameters<X>(p, own, factor, of.offset);
     FUSED_UNROLL for (int e = 0; e < kElements; ++e) of.slope[e] = factor[e] * rstd;
     const GroupGradients<Acc, kElements> gradients(p, x, dy, mean, of);
     Pair<Acc> sums;

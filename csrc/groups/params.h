@@ -17,13 +17,14 @@ enum class GroupLayout : int32_t { kPlanes, kChannelsLast };
 constexpr Activation kLeakyRelu{5};
 constexpr double kLeakySlope = 0.01;
 
-// One number for each channel, or for each channel of each sample, of any floating type: weight,
+// One number for each channel, or for each channel of each sample, of x's type or float32: weight,
 // bias, shift or scale. It is optional.
 struct ChannelNumbers {
   const void* at = nullptr;
   int64_t sample_stride = 0;  // in elements
   int64_t channel_stride = 1;
   DataType type = DataType::kFloat32;
+  bool is_dense = false;  // the first sample's are side by side, from a multiple of 16 bytes on
 };
 
 // The gradient of one: contiguous, (channels) or (samples, channels). It is optional.
