@@ -57,7 +57,6 @@ struct ThreadElements {
   int row, group;      // which of the samples that are side by side; of the sample's groups
   int part;            // which of the plan.tiles shares of the samples, and of their partial sums
   int channel, count;  // of the thread's first element; of its elements
-  int group_channels;  // of each group
   bool is_first;       // of the group's threads
 
   FUSED_DEVICE ThreadElements(const GroupPlan& its_plan, const GroupParams& params)
@@ -68,20 +67,19 @@ struct ThreadElements {
       cluster /= blocks;
       thread += (blockIdx.x - cluster * blocks) * blockDim.x;
     }
-    part = cluster / plan.slices;
+    part = plan.by_slices.quotient(cluster);
     // Lanes of a warp are a power of two. More are all threads of the block or cluster.
     const int team = lanes > kWarpSize ? 0 : thread >> (31 - __clz(lanes));
     const int slice = cluster - part * plan.slices;
     const int lane = thread - team * lanes;
-    row = team / plan.groups_of_slice;
+    row = plan.by_groups.quotient(team);
     group = (slice - row) * plan.groups_of_slice + team;
-    const int at = lane * plan.width;
-    group_channels = p.channels_of_group();
+    const int of_group = plan.tile_channels, at = lane * plan.width;
     const bool works = row < plan.rows && group < p.groups;
     is_first = works && lane == 0;
-    channel = group * group_channels + at;
+    channel = group * of_group + at;
     // Threads left over behind whole rows, or behind the last group, have no elements.
-    const int all = works ? group_channels - at : 0;
+    const int all = works ? of_group - at : 0;
     count = 0;
     FUSED_UNROLL for (int e = 0; e < kElements; e += kWidth) {
       count += e * lanes < all ? kWidth : 0;
@@ -257,7 +255,7 @@ __global__ void __launch_bounds__(kMostOneThreads, sizeof(X) > 4 ? 1 : 2)
   const ThreadElements<kWidth, kElements> own(plan, p);
   Loaded<WordOf<X>, kElements> next;
   X next_first, next_second;  // of the group's elements, from which the pivot is chosen
-  const int first_channel = own.group * own.group_channels, second = own.group_channels > 1;
+  const int first_channel = own.group * plan.tile_channels, second = plan.tile_channels > 1;
   const auto prefetch = [&](int n) {
     // Of two vectors, old values that a load may leave as they are would take too many registers.
     if constexpr (kWidth < kElements) next = {};

@@ -102,6 +102,7 @@ struct GroupPlan : Launch {
   // side in a block or a cluster, `slices` of these have all channels, and there are `tiles` times
   // as many, each of which has some samples.
   int lanes = 1;
+  Divisor by_slices, by_groups;  // divide by slices and by groups_of_slice
 
   // The workspace: parts of groups, or slots in which blocks meet; parts of channels, of which each
   // channel of a sample (with one position, each channel) has up to so many; totals.
