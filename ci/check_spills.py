@@ -57,7 +57,6 @@ ALLOWED = [
             "one kernel for whatever is summed, of rows that no other strategy takes"),
     Allowed(r"(backward_group(_warp)?|modulated_param_grad|stream_sums)_kernel<", 8,
             "two numbers, beside running sums of groups"),
-    Allowed(r"planes_apply_kernel<__nv_bfloat16, float, 8>", 8, "a number, beside y of float32"),
     Allowed(r"gate_backward_kernel<", 16, "four rows at once in two types"),
     Allowed(r"backward_warp_kernel<Norm<Types<(__half|__nv_bfloat16), .*>, 8>",
             40, "x and dy of the next row in registers, and a residual's gradient or float32 "

@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-# The most that a whole wheel may have. It has 36.97, of which the PTX of 10.0 takes 8.8; more than
+# The most that a whole wheel may have. It has 36.89, of which the PTX of 10.0 takes 8.8; more than
 # half of the machine code is kernels with activations.
 MAX_MB = 37
 # The size of the kernels of all default architectures (machine code for 7.5, 8.0, 9.0, 10.0 and

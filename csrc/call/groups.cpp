@@ -65,6 +65,9 @@ bool prepare_groups(const NormCall& call, const Device& device, Prepared& into) 
   params.channels = static_cast<int32_t>(problem.channels);
   params.positions = positions;
   params.groups = static_cast<int32_t>(problem.groups);
+  params.channels_of_group = static_cast<int32_t>(problem.channels_of_group());
+  params.by_groups = Divisor(params.groups);
+  params.by_channels_of_group = Divisor(params.channels_of_group);
   params.inverse_count = Scalar(1.0 / static_cast<double>(problem.channels_of_group() * positions));
   params.eps = Scalar(options.eps);
   params.scale = Scalar(options.output_scale);

@@ -36,7 +36,7 @@ cudaError_t enqueue(const Params& params, const DataTypes& types, const Plan& pl
 // What a launch computes, for an error message.
 void describe_call(std::ostream& message, const GroupParams& p) {
   message << (p.dy == nullptr ? "forward" : "backward") << " for " << p.samples << " samples of "
-          << p.groups << " groups of " << p.channels_of_group() << " channels and " << p.positions
+          << p.groups << " groups of " << p.channels_of_group << " channels and " << p.positions
           << " positions";
 }
 void describe_call(std::ostream& message, const GatedParams& p) {

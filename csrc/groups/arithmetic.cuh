@@ -9,10 +9,9 @@
 
 namespace fused_layernorm {
 
-// The sample that has a group. All samples together have fewer than 2^31 groups (make_group_plan),
-// and a division of 32 bits takes no call, around which a kernel would keep registers in memory.
-FUSED_DEVICE uint32_t sample_of(const GroupParams& p, int64_t group) {
-  return static_cast<uint32_t>(group) / static_cast<uint32_t>(p.groups);
+// The sample that has a group. All samples together have fewer than 2^31 groups (make_group_plan).
+FUSED_DEVICE int sample_of(const GroupParams& p, int64_t group) {
+  return p.by_groups.quotient(static_cast<int>(group));
 }
 
 template <typename Acc>
@@ -122,23 +121,6 @@ FUSED_DEVICE void with_activation(const GroupParams& p, const auto& body) {
   body(CompiledFor<Compiled::kAny>());
 }
 
-// values[j] = f(values[j], others[j]), in a loop that is not unrolled, so that a rare activation
-// takes little code: the next element takes the first one's place, and the result the last one's.
-template <typename Acc, int kWidth>
-FUSED_DEVICE void one_by_one(Acc (&values)[kWidth], const Acc (&others)[kWidth], const auto& f) {
-  Acc rest[kWidth];
-  FUSED_UNROLL for (int j = 0; j < kWidth; ++j) rest[j] = others[j];
-#pragma unroll 1
-  for (int n = 0; n < kWidth; ++n) {
-    const Acc found = f(values[0], rest[0]);
-    FUSED_UNROLL for (int j = 1; j < kWidth; ++j) {
-      values[j - 1] = values[j];
-      rest[j - 1] = rest[j];
-    }
-    values[kWidth - 1] = found;
-  }
-}
-
 // values = activation(values) * scale.
 template <typename Y, Compiled kActivation = Compiled::kAny, typename Acc, int kWidth>
 FUSED_DEVICE void activate_if(const GroupParams& p, Acc (&values)[kWidth]) {
@@ -165,12 +147,7 @@ FUSED_DEVICE void undo_activation(const GroupParams& p, Acc (&dy)[kWidth], const
     if (p.activation == Activation::kNone) return;
     if (p.activation == Activation::kSilu) return undo_activation<Y, Compiled::kSilu>(p, dy, z);
     if (p.activation == kLeakyRelu) return undo_activation<Y, Compiled::kLeakyRelu>(p, dy, z);
-    if (kWidth <= 2 || p.activation != Activation::kGeluTanh) {
-      return activate_backward<Y>(dy, z, p.activation, Acc(1));
-    }
-    one_by_one(dy, z, [&](Acc g, Acc at) {
-      return gelu_tanh_gradient<Y>(g * kGeluTanhGradientFactor<Acc>, at);
-    });
+    activate_backward<Y>(dy, z, p.activation, Acc(1));
   } else if constexpr (kActivation != Compiled::kNone) {
     FUSED_UNROLL for (int j = 0; j < kWidth; ++j) {
       if constexpr (kActivation == Compiled::kSilu) {

@@ -84,17 +84,18 @@ struct ChannelTable {
 template <typename Acc, bool kBackward>
 FUSED_DEVICE Pair<Acc> total_of(const GroupPlan& plan, const GroupParams& p,
                                 const LastThread& thread, int c) {
-  const int of_group = p.channels_of_group(), channel = thread.first_channel + c;
-  const int group = channel / of_group;
+  const int channel = thread.first_channel + c;
+  const int group = p.by_channels_of_group.quotient(channel);
   const int64_t of_samples = thread.sample * p.groups + group;
   if (plan.has_totals) return pairs_at<Acc>(p, plan.totals_offset)[of_samples];
-  const Pair<Acc> part = group_part<Acc>(plan, p, thread, group - thread.first_channel / of_group);
+  const int first = p.by_channels_of_group.quotient(thread.first_channel);
+  const Pair<Acc> part = group_part<Acc>(plan, p, thread, group - first);
   if constexpr (kBackward) {
     return group_means(p, part);
   } else {
     const Pair<Acc> total = {
         part.first, MeanAndVariance::rstd(part.second, p.inverse_count.as<Acc>(), p.eps.as<Acc>())};
-    if (channel == group * of_group) store_group(p, of_samples, total);
+    if (channel == group * p.channels_of_group) store_group(p, of_samples, total);
     return total;
   }
 }
@@ -149,7 +150,7 @@ FUSED_DEVICE void fill_table(const ChannelTable<Acc>& table, const GroupParams& 
   for (int c = threadIdx.x; c < thread.channels; c += blockDim.x) {
     const int channel = thread.first_channel + c;
     const Pair<Acc> statistics =
-        load_group<Acc>(p, thread.sample * p.groups + channel / p.channels_of_group());
+        load_group<Acc>(p, thread.sample * p.groups + p.by_channels_of_group.quotient(channel));
     const ChannelMap<Acc> map(p, thread.sample, channel);
     table.row(0)[c] = statistics.first;
     table.row(1)[c] = statistics.second;

@@ -20,24 +20,25 @@ struct LastThread {
 
   // `number`: of all slices of tiles.
   FUSED_DEVICE LastThread(const GroupPlan& plan, const GroupParams& p, int width, uint32_t number) {
-    const uint32_t all = number / plan.slices, of_samples = all / plan.tiles;
-    slice = static_cast<int>(number - all * plan.slices);
-    tile = static_cast<int>(all - of_samples * plan.tiles);
+    const int all = plan.by_slices.quotient(static_cast<int>(number));
+    const int of_samples = plan.by_tiles.quotient(all);
+    slice = static_cast<int>(number) - all * plan.slices;
+    tile = all - of_samples * plan.tiles;
     sample = of_samples;
-    row = threadIdx.x / plan.columns;
+    row = plan.by_columns.quotient(threadIdx.x);
     column = threadIdx.x - row * plan.columns;
     first_channel = slice * plan.columns * width;
     channels = min(plan.columns * width, p.channels - first_channel);
     positions = positions_of(plan, p, tile);
     const bool works = row < plan.rows && column * width < channels;
-    count = works ? (positions - row + plan.rows - 1) / plan.rows : 0;
+    count = works ? count_of(row, plan) : 0;
     begin = (sample * p.positions + int64_t{tile} * plan.tile_positions + row) * p.channels +
             first_channel + column * width;
     step = plan.rows * p.channels;
   }
   // The positions of the threads in a row.
   FUSED_DEVICE int count_of(int its_row, const GroupPlan& plan) const {
-    return (positions - its_row + plan.rows - 1) / plan.rows;
+    return plan.by_rows.quotient(positions - its_row + plan.rows - 1);
   }
 };
 
@@ -95,9 +96,10 @@ FUSED_DEVICE auto group_lanes(const GroupPlan& plan) {
 template <int kWidth>
 FUSED_DEVICE void each_group(const GroupPlan& plan, const GroupParams& p, const LastThread& thread,
                              const auto& use) {
-  const int of_group = p.channels_of_group();
-  const int first = thread.first_channel / of_group;
-  const int groups = (thread.first_channel + thread.channels - 1) / of_group - first + 1;
+  const int of_group = p.channels_of_group,
+            last_channel = thread.first_channel + thread.channels - 1;
+  const int first = p.by_channels_of_group.quotient(thread.first_channel);
+  const int groups = p.by_channels_of_group.quotient(last_channel) - first + 1;
   const auto lanes = group_lanes<kWidth>(plan);
   const int at_once = blockDim.x / lanes;
   for (int from = 0; from < groups; from += at_once) {

@@ -21,16 +21,17 @@ struct HeldSlice {
   int channel_units;
 
   FUSED_DEVICE HeldSlice(const GroupPlan& plan, const GroupParams& p)
-      : group(blockIdx.x / plan.blocks_per_group),
+      : group(plan.by_blocks_per_group.quotient(blockIdx.x)),
         sample(sample_of(p, group)),
         channel_units(static_cast<int>(plan.channel_units)) {
     const int all = vectors_of_group(plan);
-    first = static_cast<int>(blockIdx.x % plan.blocks_per_group) * plan.slice_vectors;
+    const int block = static_cast<int>(blockIdx.x - group * plan.blocks_per_group);
+    first = block * plan.slice_vectors;
     vectors = min(plan.slice_vectors, all - first);
-    const int in_group = first * kUnits / channel_units;
+    const int in_group = plan.by_channel.quotient(first * kUnits);
     channel = static_cast<int>(group - sample * p.groups) * plan.tile_channels + in_group;
     offset = first * kUnits - in_group * channel_units;
-    channels = (offset + vectors * kUnits - 1) / channel_units + 1;
+    channels = plan.by_channel.quotient(offset + vectors * kUnits - 1) + 1;
     begin = (group * all + first) * plan.width;
   }
   static FUSED_DEVICE int vectors_of_group(const GroupPlan& plan) {
@@ -121,13 +122,17 @@ FUSED_DEVICE X* copy_slice(X* to, const void* from, const HeldSlice<kUnits>& own
     to += before;
     front = min((kCopied - before) % kCopied, own.vectors);
     vectors = (own.vectors - front) / kCopied;
-    const int behind = front + vectors * kCopied, thread = static_cast<int>(threadIdx.x);
-    if (thread < front) to[thread] = at[thread];
-    if (behind + thread < own.vectors) to[behind + thread] = at[behind + thread];
   }
 #pragma unroll 4
   for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
     copy_vector<kCopied>(to + front + v * kCopied, element(at, front + v * kCopied));
+  }
+  if constexpr (kSingle) {
+    // These are waited for: by the last warp, because the first one has the maps to load.
+    const int thread = static_cast<int>(blockDim.x - 1 - threadIdx.x);
+    const int behind = front + vectors * kCopied;
+    if (thread < front) to[thread] = at[thread];
+    if (behind + thread < own.vectors) to[behind + thread] = at[behind + thread];
   }
   return to;
 }

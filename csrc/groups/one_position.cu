@@ -72,7 +72,7 @@ struct ThreadElements {
     const int team = lanes > kWarpSize ? 0 : thread >> (31 - __clz(lanes));
     const int slice = cluster - part * plan.slices;
     const int lane = thread - team * lanes;
-    row = plan.by_groups.quotient(team);
+    row = plan.by_groups_of_slice.quotient(team);
     group = (slice - row) * plan.groups_of_slice + team;
     const int of_group = plan.tile_channels, at = lane * plan.width;
     const bool works = row < plan.rows && group < p.groups;
@@ -98,8 +98,8 @@ struct ThreadElements {
   FUSED_DEVICE int step() const { return plan.tiles * plan.rows; }
   // Calls use(sample) equally often in all threads of a block or cluster, so that it may contain
   // barriers. The sample may be beyond the last one, which `use` must check.
-  FUSED_DEVICE void each_sample_from(int begin, const auto& use) const {
-    for (int n = begin; n < p.samples; n += step()) use(n + row);
+  FUSED_DEVICE void each_sample(const auto& use) const {
+    for (int n = first(); n < p.samples; n += step()) use(n + row);
   }
   // Calls use(e, channel, how many) for each vector that the thread has, or for each element.
   FUSED_DEVICE void each(const auto& use) const {
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kMostOneThreads, sizeof(X) > 4 ? 1 : 2)
   Acc factor[kElements], offset[kElements];
   load_parameters<X>(p, own, factor, offset);
   const Reciprocal<Acc> inverse(p.inverse_count);
-  own.each_sample_from(own.first(), [&](int n) {
+  own.each_sample([&](int n) {
     Acc values[kElements];
     unpack(values, next.template elements<X>(own.has_vectors()));
     const Pair<Acc> two = {to_acc(next_first), to_acc(next_second)};
@@ -318,17 +318,17 @@ __global__ void __launch_bounds__(kMostOneThreads, 1)
     own.load_sample(next_dy, static_cast<const Y*>(p.dy), n);
     if (own.count > 0) next_statistics = load_group<Acc>(p, n * p.groups + own.group);
   };
+  prefetch(own.first() + own.row);
   Acc factor[kElements];
   ChannelSlope<Acc[kElements]> of;
+  load_parameters<X>(p, own, factor, of.offset);
   Pair<Acc> grads[kElements];  // sums of dz and of dz xhat over the samples, without the scale
   bool odd = false;
-  // The first call is for no sample, so that the code that loads the next one stands here alone.
-  own.each_sample_from(own.first() - own.step(), [&](int n) {
+  own.each_sample([&](int n) {
     const auto x = next_x.template elements<X>(own.has_vectors());
     const auto dy = next_dy.template elements<Y>(own.has_vectors());
     const auto [mean, rstd] = next_statistics;
     prefetch(n + own.step());
-    if (n < own.row) return load_parameters<X>(p, own, factor, of.offset);
     FUSED_UNROLL for (int e = 0; e < kElements; ++e) of.slope[e] = factor[e] * rstd;
     const GroupGradients<Acc, kElements> gradients(p, x, dy, mean, of);
     Pair<Acc> sums;

@@ -17,6 +17,25 @@ enum class GroupLayout : int32_t { kPlanes, kChannelsLast };
 constexpr Activation kLeakyRelu{5};
 constexpr double kLeakySlope = 0.01;
 
+// Division of a number from 0 on and below 2^31 by one that a launch has, where it takes a kernel
+// an eighth of the instructions (Granlund and Montgomery, 1994). By less than 2 the number stays.
+struct Divisor {
+  uint32_t multiplier = 0, shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(int64_t by) {
+    if (by < 2) return;
+    while (int64_t{2} << shift < by) ++shift;
+    multiplier = static_cast<uint32_t>(((int64_t{1} << (32 + shift)) + by - 1) / by);
+  }
+#ifdef __CUDACC__
+  __device__ __forceinline__ int quotient(int n) const {
+    const int found = static_cast<int>(__umulhi(static_cast<uint32_t>(n), multiplier) >> shift);
+    return multiplier == 0 ? n : found;
+  }
+#endif
+};
+
 // One number for each channel, or for each channel of each sample, of x's type or float32: weight,
 // bias, shift or scale. It is optional.
 struct ChannelNumbers {
@@ -49,6 +68,8 @@ struct GroupParams {
   int64_t positions = 0;
   int32_t channels = 0;
   int32_t groups = 0;
+  int32_t channels_of_group = 0;
+  Divisor by_groups, by_channels_of_group;
   Scalar inverse_count;  // of the elements of a group
   Scalar eps;
   bool activates = false;  // there is an activation, or a scale that is not 1
@@ -58,8 +79,6 @@ struct GroupParams {
   ChannelGradient dweight, dbias, dshift, dscale_by;  // backward
 
   void* workspace = nullptr;
-
-  constexpr int32_t channels_of_group() const { return channels / groups; }
 };
 
 }  // namespace fused_layernorm

@@ -17,7 +17,7 @@ struct GroupPartsOf {
   int of_group;
 
   FUSED_DEVICE GroupPartsOf(const GroupPlan& its_plan, const GroupParams& params, int64_t group)
-      : plan(its_plan), p(params), of_group(p.channels_of_group()) {
+      : plan(its_plan), p(params), of_group(p.channels_of_group) {
     const int64_t sample = sample_of(p, group);
     channel = static_cast<int>(group - sample * p.groups) * of_group;
     from = pairs_at<Acc>(p, 0);
@@ -102,13 +102,13 @@ FUSED_DEVICE Pair<Acc> means_of_group(const GroupPlan& plan, const GroupParams& 
   const int lane = threadIdx.x % kWarpSize;
   Pair<Acc> sums;
   if (plan.layout == GroupLayout::kPlanes) {
-    const int of_group = p.channels_of_group(), count = of_group * plan.pieces;
+    const int of_group = p.channels_of_group, count = of_group * plan.pieces;
     const int64_t sample = sample_of(p, group);
     const int channel = static_cast<int>(group - sample * p.groups) * of_group;
     const ChannelPartsOf<Acc> parts(plan, p, sample, channel);
 #pragma unroll 2
     for (int i = lane; i < count; i += kWarpSize) {
-      const Acc factor = ChannelMap<Acc>(p, sample, channel + i / plan.pieces).factor;
+      const Acc factor = ChannelMap<Acc>(p, sample, channel + plan.by_pieces.quotient(i)).factor;
       sums += Pair<Acc>{factor * parts.from[i].first, factor * parts.from[i].second};
     }
   } else {

@@ -200,8 +200,6 @@ bool hold_positions(GroupPlan& plan, const GroupProblem& problem, const Device& 
   plan.groups_of_slice = static_cast<int>(std::min(teams, problem.groups));
   plan.rows = static_cast<int>(teams / plan.groups_of_slice);
   plan.slices = static_cast<int>(ceil_div(problem.groups, plan.groups_of_slice));
-  plan.by_slices = Divisor(plan.slices);
-  plan.by_groups = Divisor(plan.groups_of_slice);
   plan.tile_channels = static_cast<int>(of_group);
   const int64_t of_row = ceil_div(problem.samples, plan.rows);
   // As many blocks or clusters of each slice as should be resident at once.
@@ -254,12 +252,9 @@ void count_channels(GroupPlan& plan, const GroupProblem& problem, int width, int
   plan.width = width;
   plan.vector_units = vector_units;
   plan.channel_units = problem.positions * vector_units / width;
-  plan.by_channel = Divisor(plan.channel_units);
 }
 
-}  // namespace
-
-std::optional<GroupPlan> make_group_plan(const GroupProblem& given, const Device& device) {
+std::optional<GroupPlan> plan_of(const GroupProblem& given, const Device& device) {
   GroupProblem problem = given;
   if (is_better_last(problem)) problem.layout = GroupLayout::kChannelsLast;
   GroupPlan plan;
@@ -304,6 +299,23 @@ std::optional<GroupPlan> make_group_plan(const GroupProblem& given, const Device
   plan.workspace_bytes = plan.totals_offset + all_groups * pair;
   plan.blocks = planes ? all_groups * plan.tiles : problem.samples * plan.tiles * plan.slices;
   return plan.blocks < kMostExtent / 2 ? std::optional(plan) : std::nullopt;
+}
+
+}  // namespace
+
+std::optional<GroupPlan> make_group_plan(const GroupProblem& problem, const Device& device) {
+  std::optional<GroupPlan> plan = plan_of(problem, device);
+  if (plan) {
+    plan->by_channel = Divisor(plan->channel_units);
+    plan->by_pieces = Divisor(plan->pieces);
+    plan->by_tiles = Divisor(plan->tiles);
+    plan->by_blocks_per_group = Divisor(plan->blocks_per_group);
+    plan->by_columns = Divisor(plan->columns);
+    plan->by_slices = Divisor(plan->slices);
+    plan->by_rows = Divisor(plan->rows);
+    plan->by_groups_of_slice = Divisor(plan->groups_of_slice);
+  }
+  return plan;
 }
 
 std::string describe(const GroupPlan& plan) {

@@ -47,24 +47,6 @@ constexpr bool groups_have_kernels(DataType x, DataType y) {
   return y == x || (is_half(x) && y == DataType::kFloat32);
 }
 
-// Division of a number below 2^31 by one that a launch has (Granlund and Montgomery, 1994).
-struct Divisor {
-  uint32_t multiplier = 0, shift = 0;
-
-  Divisor() = default;
-  explicit Divisor(int64_t by) {
-    if (by < 2) return;
-    while (int64_t{2} << shift < by) ++shift;
-    multiplier = static_cast<uint32_t>(((int64_t{1} << (32 + shift)) + by - 1) / by);
-  }
-#ifdef __CUDACC__
-  __device__ __forceinline__ int quotient(int n) const {
-    const int found = static_cast<int>(__umulhi(static_cast<uint32_t>(n), multiplier) >> shift);
-    return multiplier == 0 ? n : found;
-  }
-#endif
-};
-
 enum class GroupStrategy : int32_t { kHeld, kSplit, kTiles, kOnePosition };
 inline const char* name_of(GroupStrategy strategy) {
   constexpr const char* kNames[] = {"held", "split", "tiles", "one_position"};
@@ -79,7 +61,6 @@ struct GroupPlan : Launch {
   // Planes. Channels are counted in vectors or, where they begin within some, in elements.
   int vector_units = 1;  // of a vector
   int64_t channel_units = 0;
-  Divisor by_channel;     // divides by channel_units
   int tile_channels = 1;  // channels of a tile; of a group, where blocks hold or share groups
   // Pieces of a channel, of which each tile has one, or a warp of a split group some.
   int pieces = 1, piece_vectors = 0;
@@ -102,13 +83,16 @@ struct GroupPlan : Launch {
   // side in a block or a cluster, `slices` of these have all channels, and there are `tiles` times
   // as many, each of which has some samples.
   int lanes = 1;
-  Divisor by_slices, by_groups;  // divide by slices and by groups_of_slice
 
   // The workspace: parts of groups, or slots in which blocks meet; parts of channels, of which each
   // channel of a sample (with one position, each channel) has up to so many; totals.
   int64_t parts_offset = 0, totals_offset = 0;
   int parts_of_channel = 1;
   bool starts_early = true;
+
+  // Divide by channel_units, and by the numbers that are called so.
+  Divisor by_channel, by_pieces, by_tiles, by_blocks_per_group, by_columns, by_slices, by_rows,
+      by_groups_of_slice;
 
   bool meets() const { return blocks_per_group > 1 || cluster > 1; }
 };

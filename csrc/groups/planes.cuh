@@ -33,12 +33,13 @@ struct PlaneTile {
 
   // `number`: of all tiles.
   FUSED_DEVICE PlaneTile(const GroupPlan& plan, const GroupParams& p, uint32_t number) {
-    const uint32_t all = number / plan.tiles;
-    const int own = static_cast<int>(number - all * plan.tiles);
+    const int all = plan.by_tiles.quotient(static_cast<int>(number));
+    const int own = static_cast<int>(number) - all * plan.tiles;
     group = all;
-    sample = sample_of(p, all);
-    const int of_group = p.channels_of_group();
-    const int first = plan.pieces > 1 ? own / plan.pieces : own * plan.tile_channels;
+    // By a division: with p.by_groups some kernels would keep a number in local memory.
+    sample = static_cast<uint32_t>(all) / static_cast<uint32_t>(p.groups);
+    const int of_group = p.channels_of_group;
+    const int first = plan.pieces > 1 ? plan.by_pieces.quotient(own) : own * plan.tile_channels;
     channel = static_cast<int>(group - sample * p.groups) * of_group + first;
     piece = plan.pieces > 1 ? own - first * plan.pieces : 0;
     channels = min(plan.tile_channels, of_group - first);

@@ -17,7 +17,7 @@ struct SplitChannel {
     group = its_group;
     channel = its_channel;
     const GroupParams& p = own.p;
-    const auto sample = static_cast<int>(sample_of(p, group));
+    const auto sample = sample_of(p, group);
     const int in_sample = group - sample * static_cast<int>(p.groups);
     map = ChannelMap<float>(p, sample, in_sample * own.plan.tile_channels + channel);
   }

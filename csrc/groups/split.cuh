@@ -47,9 +47,9 @@ struct SplitWarp {
   const GroupParams& p;
   int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0);
   int lane = threadIdx.x % kWarpSize;
-  int block = blockIdx.x % plan.blocks_per_group;  // of the set
-  int first_group = static_cast<int>(blockIdx.x / plan.blocks_per_group);
-  int sets = static_cast<int>(gridDim.x / plan.blocks_per_group);
+  int first_group = plan.by_blocks_per_group.quotient(blockIdx.x);
+  int block = static_cast<int>(blockIdx.x) - first_group * plan.blocks_per_group;  // of the set
+  int sets = plan.by_blocks_per_group.quotient(gridDim.x);
   int groups = static_cast<int>(p.samples * p.groups);
   int64_t group_elements = plan.tile_channels * p.positions;
 
@@ -58,7 +58,7 @@ struct SplitWarp {
   // The vectors of a group in front of one of its warps.
   FUSED_DEVICE int vectors_before(int chunk) const {
     const int first = min(chunk * plan.segments_of_warp, plan.tile_channels * plan.pieces);
-    const int channel = first / plan.pieces;
+    const int channel = plan.by_pieces.quotient(first);
     return channel * static_cast<int>(plan.channel_units) +
            (first - channel * plan.pieces) * plan.piece_vectors;
   }
@@ -69,7 +69,7 @@ FUSED_DEVICE void list_segments(SplitState& state, const SplitWarp& own) {
   const GroupPlan& plan = own.plan;
   for (int i = threadIdx.x; i < kSplitWarps * plan.segments_of_warp; i += kSplitThreads) {
     const int number = own.block * kSplitWarps * plan.segments_of_warp + i;
-    const int channel = number / plan.pieces, piece = number - channel * plan.pieces;
+    const int channel = plan.by_pieces.quotient(number), piece = number - channel * plan.pieces;
     const int whole = static_cast<int>(plan.channel_units), from = piece * plan.piece_vectors;
     const int warp = i / plan.segments_of_warp;
     const bool exists = channel < plan.tile_channels;
