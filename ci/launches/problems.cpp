@@ -215,6 +215,7 @@ void run_groups(const Device& device, bool quiet) {
             params.positions = positions;
             params.channels = static_cast<int32_t>(problem.channels);
             params.groups = static_cast<int32_t>(groups);
+            params.channels_of_group = static_cast<int32_t>(problem.channels_of_group());
             if (problem.backward) params.dy = params.dweight.at = params.dbias.at = kSomewhere;
             launches.clear();
             const cudaError_t error =

@@ -19,10 +19,10 @@ struct LastThread {
   int step;                     // elements from one of its positions to the next
 
   // `number`: of all slices of tiles.
-  FUSED_DEVICE LastThread(const GroupPlan& plan, const GroupParams& p, int width, uint32_t number) {
-    const int all = plan.by_slices.quotient(static_cast<int>(number));
+  FUSED_DEVICE LastThread(const GroupPlan& plan, const GroupParams& p, int width, int number) {
+    const int all = plan.by_slices.quotient(number);
     const int of_samples = plan.by_tiles.quotient(all);
-    slice = static_cast<int>(number) - all * plan.slices;
+    slice = number - all * plan.slices;
     tile = all - of_samples * plan.tiles;
     sample = of_samples;
     row = plan.by_columns.quotient(threadIdx.x);
@@ -96,8 +96,8 @@ FUSED_DEVICE auto group_lanes(const GroupPlan& plan) {
 template <int kWidth>
 FUSED_DEVICE void each_group(const GroupPlan& plan, const GroupParams& p, const LastThread& thread,
                              const auto& use) {
-  const int of_group = p.channels_of_group,
-            last_channel = thread.first_channel + thread.channels - 1;
+  const int of_group = p.channels_of_group;
+  const int last_channel = thread.first_channel + thread.channels - 1;
   const int first = p.by_channels_of_group.quotient(thread.first_channel);
   const int groups = p.by_channels_of_group.quotient(last_channel) - first + 1;
   const auto lanes = group_lanes<kWidth>(plan);

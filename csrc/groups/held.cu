@@ -128,7 +128,7 @@ FUSED_DEVICE X* copy_slice(X* to, const void* from, const HeldSlice<kUnits>& own
     copy_vector<kCopied>(to + front + v * kCopied, element(at, front + v * kCopied));
   }
   if constexpr (kSingle) {
-    // These are waited for: by the last warp, because the first one has the maps to load.
+    // The other elements. The last warp waits for their loads, as the first one loads the maps.
     const int thread = static_cast<int>(blockDim.x - 1 - threadIdx.x);
     const int behind = front + vectors * kCopied;
     if (thread < front) to[thread] = at[thread];

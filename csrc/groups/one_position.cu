@@ -74,7 +74,7 @@ struct ThreadElements {
     const int lane = thread - team * lanes;
     row = plan.by_groups_of_slice.quotient(team);
     group = (slice - row) * plan.groups_of_slice + team;
-    const int of_group = plan.tile_channels, at = lane * plan.width;
+    const int of_group = p.channels_of_group, at = lane * plan.width;
     const bool works = row < plan.rows && group < p.groups;
     is_first = works && lane == 0;
     channel = group * of_group + at;
@@ -193,34 +193,25 @@ struct Parameter {
         if (own.has(e)) loaded.set(e, one);
       }
     } else if (is_wide) {
-      load_all<Wide>(own);
+      load_from(static_cast<const Wide*>(numbers.at), own);
     } else {
-      load_all<X>(own);
+      load_from(static_cast<const X*>(numbers.at), own);
     }
   }
   template <typename V>
-  FUSED_DEVICE void load_all(const Own& own) {
+  FUSED_DEVICE void load_from(const V* at, const Own& own) {
     if (is_packed) {
-      load_packed<V>(own);
-    } else {
-      load_single<V>(own);
+      FUSED_UNROLL for (int e = 0; e < kElements; e += kWidth) {
+        if (own.has(e)) loaded.set(e, load<Use::kReadOnly, kWidth>(at + own.channel_of(e)));
+      }
+      return;
     }
-  }
-  template <typename V>
-  FUSED_DEVICE void load_packed(const Own& own) {
-    const V* const at = static_cast<const V*>(numbers.at);
-    FUSED_UNROLL for (int e = 0; e < kElements; e += kWidth) {
-      if (own.has(e)) loaded.set(e, load<Use::kReadOnly, kWidth>(at + own.channel_of(e)));
-    }
-  }
-  // A place follows from another one by an addition, which takes less than a product of 64 bits.
-  template <typename V>
-  FUSED_DEVICE void load_single(const Own& own) {
+    // A place follows from another one by an addition, which takes less than a product of 64 bits.
     const int64_t stride = numbers.channel_stride;
     const int64_t apart = own.element_stride() * stride, further = own.vector_stride() * stride;
-    const V* vector = static_cast<const V*>(numbers.at) + own.channel * stride;
+    const V* vector = at + own.channel * stride;
     FUSED_UNROLL for (int e = 0; e < kElements; e += kWidth, vector += further) {
-      const V* at = vector;
+      at = vector;
       FUSED_UNROLL for (int j = e; j < e + kWidth; ++j, at += apart) {
         if (own.has(j)) loaded.set(j, load<Use::kReadOnly, 1>(at));
       }
@@ -255,7 +246,7 @@ __global__ void __launch_bounds__(kMostOneThreads, sizeof(X) > 4 ? 1 : 2)
   const ThreadElements<kWidth, kElements> own(plan, p);
   Loaded<WordOf<X>, kElements> next;
   X next_first, next_second;  // of the group's elements, from which the pivot is chosen
-  const int first_channel = own.group * plan.tile_channels, second = plan.tile_channels > 1;
+  const int first_channel = own.group * p.channels_of_group, second = p.channels_of_group > 1;
   const auto prefetch = [&](int n) {
     // Of two vectors, old values that a load may leave as they are would take too many registers.
     if constexpr (kWidth < kElements) next = {};

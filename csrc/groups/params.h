@@ -17,8 +17,8 @@ enum class GroupLayout : int32_t { kPlanes, kChannelsLast };
 constexpr Activation kLeakyRelu{5};
 constexpr double kLeakySlope = 0.01;
 
-// Division of a number from 0 on and below 2^31 by one that a launch has, where it takes a kernel
-// an eighth of the instructions (Granlund and Montgomery, 1994). By less than 2 the number stays.
+// Divides n, 0 <= n < 2^31, by a number that a launch has, in an eighth of a division's
+// instructions (Granlund and Montgomery, 1994). Of a number below 2 the quotient is n.
 struct Divisor {
   uint32_t multiplier = 0, shift = 0;
 

@@ -41,8 +41,8 @@ struct GroupPartsOf {
     const int begin = slice * slice_channels;
     const int channels = min(channel + of_group, begin + slice_channels) - max(channel, begin);
     use(channels * positions_of(plan, p, tile),
-        from[(int64_t{tile} * plan.slices + slice) * plan.groups_of_slice + channel / of_group -
-             begin / of_group]);
+        from[(int64_t{tile} * plan.slices + slice) * plan.groups_of_slice +
+             p.by_channels_of_group.quotient(channel) - p.by_channels_of_group.quotient(begin)]);
   }
 };
 

@@ -200,7 +200,6 @@ bool hold_positions(GroupPlan& plan, const GroupProblem& problem, const Device& 
   plan.groups_of_slice = static_cast<int>(std::min(teams, problem.groups));
   plan.rows = static_cast<int>(teams / plan.groups_of_slice);
   plan.slices = static_cast<int>(ceil_div(problem.groups, plan.groups_of_slice));
-  plan.tile_channels = static_cast<int>(of_group);
   const int64_t of_row = ceil_div(problem.samples, plan.rows);
   // As many blocks or clusters of each slice as should be resident at once.
   const int resident = problem.backward ? groups::kOneBackwardResident : groups::kOneResident;

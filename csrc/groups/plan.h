@@ -90,7 +90,7 @@ struct GroupPlan : Launch {
   int parts_of_channel = 1;
   bool starts_early = true;
 
-  // Divide by channel_units, and by the numbers that are called so.
+  // by_channel divides by channel_units, each of the others by the number that it is named after.
   Divisor by_channel, by_pieces, by_tiles, by_blocks_per_group, by_columns, by_slices, by_rows,
       by_groups_of_slice;
 

@@ -32,9 +32,9 @@ struct PlaneTile {
   int64_t begin;  // in elements
 
   // `number`: of all tiles.
-  FUSED_DEVICE PlaneTile(const GroupPlan& plan, const GroupParams& p, uint32_t number) {
-    const int all = plan.by_tiles.quotient(static_cast<int>(number));
-    const int own = static_cast<int>(number) - all * plan.tiles;
+  FUSED_DEVICE PlaneTile(const GroupPlan& plan, const GroupParams& p, int number) {
+    const int all = plan.by_tiles.quotient(number);
+    const int own = number - all * plan.tiles;
     group = all;
     // By a division: with p.by_groups some kernels would keep a number in local memory.
     sample = static_cast<uint32_t>(all) / static_cast<uint32_t>(p.groups);

@@ -18,7 +18,7 @@ struct SplitChannel {
     channel = its_channel;
     const GroupParams& p = own.p;
     const auto sample = sample_of(p, group);
-    const int in_sample = group - sample * static_cast<int>(p.groups);
+    const int in_sample = group - sample * p.groups;
     map = ChannelMap<float>(p, sample, in_sample * own.plan.tile_channels + channel);
   }
 };
