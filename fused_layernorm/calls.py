@@ -211,9 +211,8 @@ def has_own_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, is_r
     elif weight is not None and bias is not None and weight.dtype is torch.float32 is bias.dtype:
         has_dtypes = dtype in _BESIDE_FLOAT32
     else:
-        has_dtypes = (weight is None or weight.dtype is dtype) and (
-            bias is None or bias.dtype is dtype
-        )
+        has_dtypes = weight is None or weight.dtype is dtype
+        has_dtypes = has_dtypes and (bias is None or bias.dtype is dtype)
     return has_dtypes and not input.is_nested
 
 

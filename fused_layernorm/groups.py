@@ -109,15 +109,15 @@ def ada_group_norm(
 
 
 def _run(input: Tensor, num_groups: Any, *others: Any) -> Any:
-    arguments.check_tensor("input", input)
-    num_groups = arguments.check_count("num_groups", num_groups, RuntimeError)
+    if not isinstance(input, Tensor):  # the operator refuses other tensors than it takes
+        arguments.check_tensor("input", input)
+    if type(num_groups) is not int or num_groups < 1:
+        num_groups = arguments.check_count("num_groups", num_groups, RuntimeError)
     a = GroupArguments(input, num_groups, *others)
     if has_one_value(input, num_groups):
         arguments.check_group_norm(a)
-        raise ValueError(
-            f"expected more than one value in a group, got input of shape {[*input.shape]} and "
-            f"num_groups {num_groups}"
-        )
+        got = f"input of shape {[*input.shape]} and num_groups {num_groups}"
+        raise ValueError(f"expected more than one value in a group, got {got}")
     return calls.call(GROUP_NORM, a)
 
 

@@ -73,8 +73,8 @@ class Norm(nn.Module):
         text = norm.extra_repr()
         if isinstance(self, RMSNorm) and getattr(self, "bias", None) is not None:
             text += ", bias=True"
-        for name in _OPTIONS:
-            if (value := getattr(self, name)) != getattr(Norm, name):
+        for name, default in _OPTIONS.items():
+            if (value := getattr(self, name)) != default:
                 text += f", {name}={shown(value)}"
         return text
 
@@ -88,14 +88,14 @@ class Norm(nn.Module):
         return self
 
 
-_OPTIONS = [name for name, value in vars(Norm).items() if name[0] != "_" and not callable(value)]
+_OPTIONS = {n: value for n, value in vars(Norm).items() if n[0] != "_" and not callable(value)}
 
 
 def is_bare(module: Any) -> bool:
     """Whether a module computes what PyTorch's class computes."""
     if module._stock is RMSNorm and getattr(module, "bias", None) is not None:
         return False
-    return all(getattr(module, name) == getattr(Norm, name) for name in _OPTIONS)
+    return [getattr(module, name) for name in _OPTIONS] == [*_OPTIONS.values()]
 
 
 def forward_of(
@@ -314,9 +314,8 @@ class _Norm2d(nn.Module):
 def _check_channels(channels: int, weight: Tensor | None, input: Tensor) -> None:
     """Without a weight, nothing else compares the channels of input with the module's."""
     if weight is None and input.dim() > 1 and input.shape[1] != channels:
-        raise RuntimeError(
-            f"expected input of {channels} channels, got input of shape {list(input.shape)}"
-        )
+        shape = list(input.shape)
+        raise RuntimeError(f"expected input of {channels} channels, got input of shape {shape}")
 
 
 class FusedLayerNorm2d(_Norm2d, FusedLayerNorm):

@@ -117,10 +117,8 @@ def check_parameters(call: Any, names: Iterable[str], misfit: Misfit) -> None:
             check_parameter(name, parameter, "input", call.input, misfit, call.residual)
     weight, bias = call.weight, call.bias
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
-        raise RuntimeError(
-            "expected weight and bias of one dtype, got "
-            f"{name_of(weight.dtype)} and {name_of(bias.dtype)}"
-        )
+        got = f"{name_of(weight.dtype)} and {name_of(bias.dtype)}"
+        raise RuntimeError(f"expected weight and bias of one dtype, got {got}")
     check_eps(call.eps)
 
 

@@ -92,7 +92,7 @@ def of_group_norm(
 
     `read` gives the input in the order of memory of the result.
     """
-    weight, bias = self.weight, self.bias
+    weight, bias = parameter(self, "weight"), parameter(self, "bias")
     if not _is_supported(self.eps, input, weight, bias) or has_one_value(input, self.num_groups):
         return None
     if choice.leaves_groups(input, self.num_groups, weight, bias, fuses=activation is not None):
