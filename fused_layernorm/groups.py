@@ -109,9 +109,9 @@ def ada_group_norm(
 
 
 def _run(input: Tensor, num_groups: Any, *others: Any) -> Any:
-    if not isinstance(input, Tensor):  # the operator refuses other tensors than it takes
+    # The operator checks the rest, of all calls.
+    if not isinstance(input, Tensor) or type(num_groups) is not int or num_groups < 1:
         arguments.check_tensor("input", input)
-    if type(num_groups) is not int or num_groups < 1:
         num_groups = arguments.check_count("num_groups", num_groups, RuntimeError)
     a = GroupArguments(input, num_groups, *others)
     if has_one_value(input, num_groups):
