@@ -229,7 +229,7 @@ def test_one_operator_unless_a_graph_is_wanted(device, absent):
         torch.testing.assert_close(gradient, other)
 
 
-def test_derivatives_beside_a_frozen_gate(device, monkeypatch):
+def test_derivatives_beside_a_frozen_gate(device, monkeypatch, request):
     """With a frozen gate the branch x is not saved. Its placeholder in backward, which holds NaN
     here, is never read."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
@@ -239,12 +239,10 @@ def test_derivatives_beside_a_frozen_gate(device, monkeypatch):
         return forms.operator("gated")(x, residual, gate, shift, *others)
 
     leaves = forms.leaves((x, residual, shift))
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     torch.use_deterministic_algorithms(True)
-    try:
-        assert gradcheck(call, leaves)
-        assert gradgradcheck(call, leaves, check_fwd_over_rev=True, fast_mode=True)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    assert gradcheck(call, leaves)
+    assert gradgradcheck(call, leaves, check_fwd_over_rev=True, fast_mode=True)
 
 
 @pytest.mark.parametrize("kind", forms.NAMES)

@@ -33,8 +33,6 @@ from fused_layernorm.ops.operators import ADD_ADA_LAYER_NORM, ADD_LAYER_NORM, LA
 ROOT = Path(__file__).parents[1]
 OFFSET: dict[str, Any] = {"weight_offset": 1.0, "round_before_weight": True}
 OPERATORS = torch.ops.fused_layernorm
-
-
 pytestmark = pytest.mark.usefixtures("everywhere")
 
 
@@ -75,9 +73,8 @@ def every(width=16):
 
 
 def given(block, width=16, device="cpu", rows=3):
-    if isinstance(block, Block):
-        return inputs(width, device, rows)
-    return (torch.randn(rows, 4, width, device=device),)
+    x = torch.randn(rows, 4, width, device=device)
+    return inputs(width, device, rows) if isinstance(block, Block) else (x,)
 
 
 # A block, its backend, options, whether sizes are dynamic, whether rules choose as on a GPU, and
@@ -133,8 +130,7 @@ def test_cuda_graphs(make, width, backend, tolerance):
     compiled = torch.compile(block, backend=backend, fullgraph=True, mode="reduce-overhead")
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
-        x = given(block, width, "cuda")
-        assert_same(block, compiled, *x, tolerance=tolerance)
+        assert_same(block, compiled, *given(block, width, "cuda"), tolerance=tolerance)
     with torch.no_grad():
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
@@ -202,8 +198,7 @@ def test_mode_and_options_are_inductors(monkeypatch):
     monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", Inductor)
     options: Any = {"max_autotune": True, "fused_layernorm.deterministic": True}
     for how in ({"options": options}, {"mode": "reduce-overhead"}):
-        norm = torch.nn.LayerNorm(8)
-        torch.compile(norm, backend="fused_layernorm", **how)(torch.randn(2, 8))
+        torch.compile(nn.LayerNorm(8), backend="fused_layernorm", **how)(torch.randn(2, 8))
     assert given == [(None, {"max_autotune": True}), ("reduce-overhead", {})]
 
 
@@ -211,8 +206,7 @@ def test_reset(monkeypatch):
     """torch._dynamo.reset() reaches the backend, which frees its CUDA graphs."""
     resets: list[bool] = []
     monkeypatch.setattr(ways.backend, "reset", lambda: resets.append(True))
-    norm = torch.nn.LayerNorm(8)
-    torch.compile(norm, backend="fused_layernorm", options=EAGER)(torch.randn(2, 8))
+    torch.compile(nn.LayerNorm(8), backend="fused_layernorm", options=EAGER)(torch.randn(2, 8))
     torch._dynamo.reset()
     assert resets
 
@@ -345,8 +339,19 @@ def test_swapped_modules(device, row, how):
         assert_same(module, compiled, *args)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("norm", [fused_layernorm.ada_layer_norm, FusedAddLayerNorm(96, 1, False)])
+def test_operators_of_rows_are_given_rows(device, norm, dynamic):
+    """Inductor fuses the copy of x with what computes it; within the operator it is a kernel."""
+    graphs: dict[int, Any] = {}
+    x, rows = torch.randn(2, 96, 5, device=device).mT, torch.randn(2, 5, 96, device=device)
+    targets_of(norm, x, rows, through=lambda g: graphs.setdefault(0, g), dynamic=dynamic)
+    (call,) = (n for n in graphs[0].graph.nodes if isinstance(n.target, torch._ops.OpOverload))
+    assert call.args[0].meta["example_value"].is_contiguous()
+
+
 @chooses
-def test_where_the_operator_stays(monkeypatch):
+def test_where_the_operator_stays(monkeypatch, request):
     """The kernels are used where the width is not known at compile time, without a guard, where
     algorithms must be deterministic, in exported programs, and on the CPU."""
     module, x = FusedLayerNorm(256), torch.randn(3, 256)
@@ -355,12 +360,11 @@ def test_where_the_operator_stays(monkeypatch):
         torch._dynamo.reset()
         dynamic = targets_of(lambda x, w, f=function: f(x, w), x, torch.randn(256), dynamic=True)
         assert dynamic == ["layer_norm"]
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     torch.use_deterministic_algorithms(True)
-    try:
-        assert targets_of(module, x) == ["layer_norm"]
-        assert fused_layernorm.explain(torch.nn.LayerNorm(256), x).rows[0].operator == "layer_norm"
-    finally:
-        torch.use_deterministic_algorithms(False)
+    assert targets_of(module, x) == ["layer_norm"]
+    assert fused_layernorm.explain(torch.nn.LayerNorm(256), x).rows[0].operator == "layer_norm"
+    torch.use_deterministic_algorithms(False)
     assert targets_of(module, x) == ["aten_layer_norm"]
     for strict in (False, True):
         program = torch.export.export(module, (x,), strict=strict)
@@ -370,16 +374,14 @@ def test_where_the_operator_stays(monkeypatch):
     assert targets_of(module, x) == ["layer_norm"]
 
 
-SHAPE = {"normalized_shape": torch.Size([256])}
-
-
 @chooses
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     ("norm", "options"),
     [*(("layer_norm", options) for options in (
         {}, {"eps": 1e-3}, {"eps": 1}, {"scale": 2}, {"scale": 0.5, "activation": "relu"},
-        {"out_dtype": torch.bfloat16}, {"normalized_shape": [256]}, SHAPE)),
+        {"out_dtype": torch.bfloat16}, {"normalized_shape": [256]},
+        {"normalized_shape": torch.Size([256])})),
      # PyTorch's rms_norm, which Inductor fuses, has neither.
      ("rms_norm", {"scale": 2.0}), ("rms_norm", {"out_dtype": torch.bfloat16})],
     ids=str,

@@ -6,7 +6,7 @@ What surrounds a norm is not known here, so elementwise operations are assumed.
 
 from __future__ import annotations
 
-import math
+from math import prod
 from operator import index
 from typing import Any
 
@@ -31,6 +31,11 @@ def run(a: Arguments, place: int) -> Any:
     choice = "KERNEL" if a.is_modulated else _choice_for(a)
     if choice == "PYTORCH" and _has_own_norm(a):
         return formulas.norm_of(a, a.input)
+    if place and not a.keeps_order:
+        # In rows: Inductor fuses the copy with what computes x, the operator could not.
+        given = (a.input, a.residual)
+        rows = [x.contiguous() if x is not None and x.stride()[-1:] != (1,) else x for x in given]
+        a.input, a.residual = rows
     overload = operator.plain if choice == "KERNEL" else _VARIANTS[place]
     return overload(*[getattr(a, name) for name in operator.fields])
 
@@ -56,7 +61,7 @@ def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: boo
     """
     if not (CHOOSES and torch.compiler.is_dynamo_compiling()):
         return False
-    size = math.prod(x.shape[1:]) // num_groups
+    size = prod(x.shape[1:]) // num_groups
     statistic = "instance" if num_groups == x.shape[1] else "layer"
     wants = needs_grad(x, *others)
     return choice_of(x, size, "GROUPS", statistic, wants, has_neighbours=not fuses) == "PYTORCH"
@@ -68,8 +73,7 @@ def _choice_for(a: Arguments) -> str:
     fusion = "RESIDUAL" if a.residual is not None else "ACTIVATED" if a.activation else "PLAIN"
     may_be_cast = fusion == "PLAIN" and a.out_dtype is None and _is_one(a.output_scale)
     wants = needs_grad(a.input, a.residual, a.weight, a.bias)
-    cols = math.prod(a.normalized_shape)
-    return choice_of(a.input, cols, fusion, a.statistic, wants, may_be_cast)
+    return choice_of(a.input, prod(a.normalized_shape), fusion, a.statistic, wants, may_be_cast)
 
 
 def choice_of(
