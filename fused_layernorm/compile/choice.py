@@ -32,7 +32,7 @@ def run(a: Arguments, place: int) -> Any:
     if choice == "PYTORCH" and _has_own_norm(a):
         return formulas.norm_of(a, a.input)
     if place and not a.keeps_order:
-        # In rows: Inductor fuses the copy with what computes x, the operator could not.
+        # These kernels read rows. Inductor fuses a copy with what computes x; an operator cannot.
         given = (a.input, a.residual)
         rows = [x.contiguous() if x is not None and x.stride()[-1:] != (1,) else x for x in given]
         a.input, a.residual = rows
