@@ -109,7 +109,7 @@ def ada_group_norm(
 
 
 def _run(input: Tensor, num_groups: Any, *others: Any) -> Any:
-    # The operator checks the rest, of all calls.
+    # The operator checks all else.
     if not isinstance(input, Tensor) or type(num_groups) is not int or num_groups < 1:
         arguments.check_tensor("input", input)
         num_groups = arguments.check_count("num_groups", num_groups, RuntimeError)

@@ -32,10 +32,12 @@ def run(a: Arguments, place: int) -> Any:
     if choice == "PYTORCH" and _has_own_norm(a):
         return formulas.norm_of(a, a.input)
     if place and not a.keeps_order:
-        # These kernels read rows. Inductor fuses a copy with what computes x; an operator cannot.
-        given = (a.input, a.residual)
-        rows = [x.contiguous() if x is not None and x.stride()[-1:] != (1,) else x for x in given]
-        a.input, a.residual = rows
+        # As in replace.apply: such kernels read rows, and the compiler may fuse a copy made here.
+        from .sites import is_contiguous
+
+        for name, x in (("input", a.input), ("residual", a.residual)):
+            if x is not None and not is_contiguous(x, x.dim() - a.normalized_ndim):
+                setattr(a, name, x.contiguous())
     overload = operator.plain if choice == "KERNEL" else _VARIANTS[place]
     return overload(*[getattr(a, name) for name in operator.fields])
 

@@ -119,9 +119,7 @@ def are_equal(one: Iterable[Any], other: Iterable[Any]) -> bool:
 
 def is_contiguous(value: Tensor, first: int = 0) -> bool:
     """Whether a tensor's dimensions, from the first of them on, are known to be contiguous."""
-    expected: list[Any] = []
-    for size in [1, *value.shape[:first:-1]]:
-        expected.insert(0, expected[0] * size if expected else 1)
+    expected = (math.prod(value.shape[i + 1 :]) for i in range(first, value.dim()))
     return are_equal(value.stride()[first:], expected)
 
 
