@@ -30,8 +30,7 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 # By this number, which nobody else writes, a call of PyTorch's function leads to our kernels
 # (csrc/per_torch/override.h): torch.layer_norm and torch.rms_norm get it behind normalized_shape's
-# sizes, torch.group_norm added to the number of groups. To call an operator of ours takes the host
-# longer.
+# sizes, torch.group_norm added to the number of groups. An operator of ours takes the host longer.
 ASKS = -(2**62)
 _BEHIND_SIZES = (ASKS,)
 

@@ -35,8 +35,7 @@ def layer_norm(
         y = \mathrm{activation}\left(\frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}}
             \cdot \mathrm{weight} + \mathrm{bias}\right) \cdot \mathrm{scale}
 
-    The arithmetic is in float32 (float64 for a float64 input), whatever the dtypes, and the result
-    is rounded once.
+    The arithmetic is in float32 (float64 for a float64 input), and the result is rounded once.
 
     Args:
         input: shape ``(*, *normalized_shape)``, float32, float16, bfloat16 or float64, of any
@@ -102,9 +101,8 @@ def rms_norm(
 
     Args:
         input, weight, bias: as in :func:`layer_norm`.
-        eps: added to the mean of the squares. None is the default of
-            ``torch.nn.functional.rms_norm``: the float32 epsilon, for a float64 input that of
-            float64.
+        eps: added to the mean of the squares. None is ``torch.nn.functional.rms_norm``'s default:
+            the float32 epsilon, for a float64 input that of float64.
         weight_offset: a finite number that is added to weight in the arithmetic's dtype, such as
             Gemma's 1. It needs a weight.
         round_before_weight: the normalized value is rounded to input's dtype before it is
@@ -173,8 +171,7 @@ def rms_norm_gated(
         group_size: the mean of squares is taken over so many columns in turn; by default all.
         round_before_weight: the normalized value is rounded to input's dtype, and its product with
             weight to the dtype to which PyTorch promotes those of input and weight, as the classes
-            of Qwen3-Next and Mamba 2 do. Gradients take the rounding for the identity. It has no
-            effect without a weight.
+            of Qwen3-Next and Mamba 2 do, if there is one. Gradients take it for the identity.
         out_dtype: as in :func:`rms_norm`.
 
     Returns:

@@ -94,8 +94,7 @@ def ada_group_norm(
             + \mathrm{shift}\right)
 
     where group_norm has weight and bias: AdaGN of diffusion models (Dhariwal and Nichol, "Diffusion
-    Models Beat GANs on Image Synthesis", 2021). Every tensor gets its gradient, in its own shape
-    and dtype.
+    Models Beat GANs on Image Synthesis", 2021). Each tensor's gradient has its shape and dtype.
 
     Args:
         shift, scale: each optional, a number for each channel of each sample: ``(N, C)``, which
@@ -174,7 +173,7 @@ class FusedGroupNorm(Norm, nn.GroupNorm):
     forward = forward_of(GroupNorm, "group_norm", "num_groups", as_pytorch_reads)
 
     def _is_known(self, input: Any) -> bool:
-        is_known = F.group_norm is stock.group_norm and super()._is_known(input)
+        is_known = F.group_norm is stock.group_norm and Norm._is_known(self, input)
         if not is_known or has_one_value(input, self.num_groups):
             return False
         return not choice.leaves_groups(input, self.num_groups, self.weight, self.bias)

@@ -62,8 +62,7 @@ def override_aten() -> AtenOverride:
     Overrides may begin and end in any order and from any thread, also while other threads compute;
     when the last one ends, PyTorch's kernels run again. A call that has begun ends as it began.
     `override_aten` warns and changes nothing in a build without CUDA kernels, of this package or of
-    PyTorch, under a driver too old for the kernels, and under a torch that this package has no
-    autograd library for.
+    PyTorch, under a driver too old for them, and under a torch without an autograd library of ours.
     """
     reason = load.operators._driver_problem()
     if not reason and (lacking := _lacking_cuda()):

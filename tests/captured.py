@@ -148,9 +148,8 @@ def model(text, norm=layer, **others):
     body = [f"{name} = t[{name!r}]" for name in names]
     chunks = "shift, scale, gate, *_ = mod.unsqueeze(1).chunk(6, dim=-1)"
     chunks = "shift, scale = mod[:, :, None, None].chunk(2, dim=1)" if norm is groups else chunks
-    source = "def function(t):\n " + "\n ".join(
-        [*body, *[chunks] * chunked, *lines, f"return {result}"]
-    )
+    lines = [*body, *[chunks] * chunked, *lines, f"return {result}"]
+    source = "def function(t):\n " + "\n ".join(lines)
     namespace: dict[str, Any] = {"torch": torch, "F": F, "fl": fl, "norm": norm}
     namespace |= {"B": B, "S": S, "D": D, "G": G, "C": C, **others}
     exec(source, namespace)

@@ -558,8 +558,7 @@ def activate(z, activation):
 
 
 def exact(t, found=None, *, backward=True):
-    """The results in float64, by name. With a gate, those after it are computed from the rounded
-    tensors in `found`."""
+    """The results in float64, by name. With a gate, later ones are those of tensors in `found`."""
     p = t.problem
     return p.of_all(t, found, p.formula, is_exact=True, backward=backward)
 
@@ -649,9 +648,8 @@ def check(problem, device, *, backward=True, sample=8192, factor=FACTOR):
 def check_strategy(problem, lengths, *, leading=None, backward=True, **how):
     """check() for rows of these lengths that the problem's forced strategy can run."""
     (strategy,) = (s for s in problem.forced if s)
-    fused = bool(
-        problem.activation or problem.weight_offset or (problem.scale != 1 and not backward)
-    )
+    is_scaled = problem.scale != 1 and not backward
+    fused = bool(problem.activation or problem.weight_offset or is_scaled)
     ran = False
     for cols in lengths:
         p = replace(problem, shape=(*(leading or (rows_for(cols),)), cols))

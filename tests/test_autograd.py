@@ -430,9 +430,8 @@ def test_parameters_made_in_inference_mode_as_in_pytorch(device, offset):
     x = torch.randn(3, 8, device=device)
     norm = F.rms_norm(x, (8,))
     assert x.is_cuda or F.rms_norm(x, (8,), weight).square().sum().requires_grad
-    (gradient,) = torch.autograd.grad(
-        fl.rms_norm(x, weight, weight_offset=offset).square().sum(), weight
-    )
+    loss = fl.rms_norm(x, weight, weight_offset=offset).square().sum()
+    (gradient,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close(gradient, (2 * norm.square() * (2 + offset)).sum(0))
 
 

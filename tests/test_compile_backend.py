@@ -19,6 +19,7 @@ from processes import run
 from swaps import EveryNorm, outcome, same
 from tiny_transformers import WrittenHere
 from torch import nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -402,8 +403,8 @@ def test_options_under_plain_compile(device, norm, options, dynamic):
 
 # The module, the shape of its input, and our operators in the graph of a forward pass alone.
 FORWARD_ALONE = {
-    "rows of a power of two": (lambda: nn.LayerNorm(64), (3, 64), 0),
-    "other rows": (lambda: nn.LayerNorm(96), (3, 96), 1),
+    "narrow rows": (lambda: nn.LayerNorm(1024), (3, 1024), 0),
+    "wide rows": (lambda: nn.LayerNorm(1025), (3, 1025), 1),
     "small groups": (lambda: nn.GroupNorm(1, 4), (1, 4, 256, 256), 0),
     "large groups": (lambda: nn.GroupNorm(1, 4), (1, 4, 512, 256), 1),
     "small and SiLU": (lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.SiLU()), (1, 4, 128, 64), 0),
@@ -419,9 +420,8 @@ FORWARD_ALONE = {
 def test_swapped_modules_that_are_not_worth_it_forward(device, name):
     """They are traced as written, where Inductor fuses more than a kernel gains."""
     make, shape, count = FORWARD_ALONE[name]
-    model = nn.Sequential(make()).to(device)
+    model, x = nn.Sequential(make()).to(device), torch.randn(shape, device=device)
     swapped = fused_layernorm.swap_norms(copy.deepcopy(model), neighbours=True)
-    x = torch.randn(shape, device=device)
 
     def operators(x):
         torch._dynamo.reset()
@@ -434,6 +434,23 @@ def test_swapped_modules_that_are_not_worth_it_forward(device, name):
         assert operators(x) == count
     swapped.requires_grad_(False)
     assert operators(x) == count, "nothing wants a gradient"
+
+
+@chooses
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize("make", [tiny_diffusers.dit, tiny_diffusers.unet])
+def test_no_guard_reads_an_attribute_of_a_class(make):
+    """It would keep Dynamo from skipping the guards of each module of this class."""
+    model, inputs = make()
+    swapped, found = fused_layernorm.swap_norms(copy.deepcopy(model), neighbours=True), []
+    for one in (model.eval(), swapped.eval()):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            torch.compile(one, backend="eager")(**inputs)
+        (entry,) = _debug_get_cache_entry_list(type(one).forward.__code__)
+        of_parts = r"source=(type\(L\['self'\][^)].*), accessed_by=GetAttr"
+        found.append(sorted(re.findall(of_parts, str(entry.guard_manager))))
+    assert found[0] == found[1] != []
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -113,10 +113,7 @@ OTHERS = {
     "embedding": lambda t: F.embedding(torch.tensor([0, 1]), t.view(-1, D), max_norm=0.5),
     "checkpoint": lambda t: checkpoint(lambda x: x.mul_(x) + 1, t, use_reentrant=False),
 }
-WRITES = {
-    **OTHERS,
-    **{name: shaped(name, by_position(name, True, True)) for name in FUNCTIONS},
-}
+WRITES = {**OTHERS, **{name: shaped(name, by_position(name, True, True)) for name in FUNCTIONS}}
 
 
 PAIRS = [

@@ -193,8 +193,7 @@ MODELS = {"Llama": 5, "Gemma3": 13}  # norms of two layers
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers(device, name):
-    """Every norm of a decoder is replaced, those of queries and keys too, and the numbers are those
-    of eager mode.
+    """Every norm of a decoder is replaced, also of queries and keys; the numbers are eager mode's.
 
     Gemma 3 normalizes queries as views, whose strides an operator would not give.
     """
@@ -717,8 +716,7 @@ def test_dynamic_shapes(text):
 
 
 def test_shapes_that_are_not_known_to_be_equal():
-    """If each tensor has sizes of its own, the sum might broadcast. It may be left, but the result
-    holds."""
+    """If each tensor has sizes of its own, the sum might broadcast. It may be left."""
     t = {name: torch.randn(4, 3, D) for name in ("x", "residual")}
     for tensor in t.values():
         torch._dynamo.decorators.mark_unbacked(tensor, 0)

@@ -112,9 +112,7 @@ def variants(operator, args):
 
 
 @pytest.mark.parametrize(
-    "problem",
-    [*DEFAULT, *TRACED, *SPECIAL, *OTHERS, *families.SMALL, *families.EMPTY],
-    ids=str,
+    "problem", [*DEFAULT, *TRACED, *SPECIAL, *OTHERS, *families.SMALL, *families.EMPTY], ids=str
 )
 def test_opcheck(device, problem):
     """The operators with statistics run under autograd, the others in calls without gradients."""
@@ -146,9 +144,7 @@ def test_gradients_of_no_columns_and_of_absent_parameters(device):
     assert shapes == [(3, 8), *[(0,)] * 4]
 
 
-@pytest.mark.parametrize(
-    ("shape", "groups"), [((2**16, 2**15), 2**15), ((1, 1, 2**30 + 1), 1)], ids=str
-)
+@pytest.mark.parametrize(("shape", "groups"), [((2**16, 2**15), 2**15), ((1, 1, 2**30 + 1), 1)])
 def test_what_kernels_cannot_count_is_the_operators_matter(shape, groups):
     """The limits of the kernels are theirs alone: no function compares sizes with them."""
     with torch._subclasses.FakeTensorMode(), Calls() as calls:

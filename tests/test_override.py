@@ -29,9 +29,8 @@ from fused_layernorm.override import _in_force, _override
 pytestmark = pytest.mark.skipif(not autograd_library.active, reason="autograd is in Python")
 
 _calls = torch.ops.fused_layernorm._override_calls
-HAS_KERNELS = (
-    torch.ops.fused_layernorm._build_info() != "cpu only" and torch.backends.cuda.is_built()
-)
+_is_built = torch.ops.fused_layernorm._build_info() != "cpu only"
+HAS_KERNELS = _is_built and torch.backends.cuda.is_built()
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs CUDA kernels")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 OPERATORS = [f"aten::{name}_norm" for name in ("layer", "rms", "group")]

@@ -19,8 +19,7 @@ from fused_layernorm.swap import heads as swap_heads
 
 libraries.get("transformers")  # or all tests here are skipped
 
-# Of a model: whether norms of heads are part of the kernel, or which cut q, k and v out of one
-# tensor.
+# Of a model: whether norms of heads are part of the kernel, or cut q, k and v out of one tensor.
 MODELS = {"Llama": False, "Qwen3": True, "Gemma3": True, "Olmo2": False, "Phi3": "one tensor",
           "GPTNeoX": "one tensor", "Glm": False, "Cohere": False}  # fmt: skip
 
@@ -286,8 +285,7 @@ def test_norms_of_one_projection(device, calls, compiled):
 
 
 @pytest.mark.parametrize(
-    ("cls", "norm"),
-    [(WritesIntoV, nn.LayerNorm), (OtherV, nn.LayerNorm), (OfTimm, nn.Identity)],
+    ("cls", "norm"), [(WritesIntoV, nn.LayerNorm), (OtherV, nn.LayerNorm), (OfTimm, nn.Identity)]
 )
 def test_projections_that_are_left(cls, norm, calls, device):
     model, x = cls(norm).to(device), torch.randn(2, 5, 48, device=device)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..ops import arguments, formulas
 from ..ops.autograd import needs_grad
+from ..ops.family import assume_constant_result
 from ..ops.operators import FORWARD, VARIANTS, Arguments
 from . import rules
 
@@ -39,7 +40,7 @@ def run(a: Arguments, place: int) -> Any:
             if x is not None and not is_contiguous(x, x.dim() - a.normalized_ndim):
                 setattr(a, name, x.contiguous())
     overload = operator.plain if choice == "KERNEL" else _VARIANTS[place]
-    return overload(*[getattr(a, name) for name in operator.fields])
+    return overload(*[getattr(a, name) for name in operator.signature()[0]])
 
 
 def _has_own_norm(a: Arguments) -> bool:
@@ -106,6 +107,7 @@ def choice_of(
     return _choice(fusion, *given, differentiates)
 
 
+@assume_constant_result
 def _choice(fusion: str, *given: Any) -> str:
     # If Dynamo of torch 2.11 traced is_exporting(), it would be true in every graph.
     if torch.compiler.is_exporting():
@@ -113,10 +115,6 @@ def _choice(fusion: str, *given: Any) -> str:
     return rules.choose(rules.Problem(rules.Fusion[fusion], *given)).choice.name
 
 
+@assume_constant_result
 def has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)  # Dynamo of torch 2.10 cannot trace it.
-
-
-# torch.compiler.assume_constant_result does the same, but would import all of Dynamo.
-for _function in (_choice, has_autocast):
-    _function._dynamo_marked_constant = True  # type: ignore[union-attr]

@@ -244,8 +244,7 @@ def _cast(node: Node) -> Call | None:
 
 @reads(operator.getitem, node=True)
 def _getitem(node: Node) -> Call | None:
-    """An index that makes a view of a tensor, or that selects one of several results, of which the
-    first is the norm."""
+    """An index that makes a view of a tensor, or selects of several results the first, the norm."""
     input, index = node.args
     indices = index if isinstance(index, tuple) else (index,)
     if is_tensor(input):

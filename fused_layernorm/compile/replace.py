@@ -44,8 +44,7 @@ def check(site: Site, effects: Effects, functional: bool) -> Replacement:
     """The replacement of a site; raises NotFused where the operator would not take the operands, or
     the graph writes into a tensor or changes a mode between the nodes.
 
-    functional: whether the graph is made free of writes before it is differentiated, as AOTAutograd
-    does.
+    functional: whether the graph is freed of writes before it is differentiated, as by AOTAutograd.
     """
     _, in_transform = effects.regions[site.norm]
     if in_transform:
@@ -223,8 +222,7 @@ def _is_moved(user: Node, node: Node) -> bool:
 
 @contextlib.contextmanager
 def making(graph: Graph, before: Node, beside: Node, effects: Effects) -> Iterator[Any]:
-    """Gives what makes nodes before a node, in the modes of the one beside them; an error erases
-    them."""
+    """Gives what makes nodes before a node, in the modes of `beside`; an error erases them."""
     made: list[Node] = []
 
     def make(target: Any, args: Any, kwargs: Any = None, op: str = "call_function") -> Node:
@@ -265,8 +263,7 @@ def apply(replacement: Replacement, fused: OpOverload, graph: Graph, effects: Ef
     """Replaces the site by the operator `fused`.
 
     Where an operator of rows with a residual or a modulation would copy rows in every call, the
-    copy stands before it, so that the compiler may fuse it with what precedes it, and backward
-    reuses it.
+    copy stands before it: the compiler may fuse it with what precedes it, and backward reuses it.
 
     Raises NotFused, and leaves the graph as it was, where a result would differ in dtype, device,
     shape or strides.

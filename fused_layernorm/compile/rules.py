@@ -49,8 +49,7 @@ class Problem(NamedTuple):
     is_apart: bool = False
     with_inductor: bool = True  # else the graph runs as it is, uncompiled
     deterministic: bool = False
-    # Whether autocast casts around the norm. A call does not show these casts; a graph does, so it
-    # has False here.
+    # Whether autocast casts around the norm, in a call. A graph shows these casts.
     with_hidden_casts: bool = False
     statistic: str = "layer"  # or "rms", or "instance" of groups of one channel
     # Whether a call asks, while Dynamo traces it and before the graph is there.
@@ -89,8 +88,7 @@ RULES = (
         (Fusion.GROUPS,), range(1 << 17), _FORWARD),
     Rule(Choice.PYTORCH,
         "forward alone of instances, whose neighbours our kernel leaves out: chains of KernelBench "
-        "in float32 take 9.18 ms so, 10.02 with our kernel at 15876 elements, but 5.63 and 4.16 at "
-        "262144",
+        "in float32 take 9.18 ms so, 10.02 with our kernel at 15876 elements, 5.63, 4.16 at 262144",
         (Fusion.GROUPS,), range(1 << 18),
         {**_FORWARD, "has_neighbours": True, "statistic": "instance"}),
     Rule(Choice.PYTORCH,
@@ -106,8 +104,7 @@ RULES = (
         (Fusion.GROUPS,)),
     Rule(Choice.INDUCTOR,
         "a gated norm: forward both keep pace with memory; backward, on an H100, Inductor takes "
-        "262 at 524288 x 128, 512 at 131072 x 1024 and 647 at 16384 x 8192, our kernels 248, 517 "
-        "and 580",
+        "262 at 524288 x 128, 512 at 131072 x 1024, 647 at 16384 x 8192, our kernels 248, 517, 580",
         (Fusion.GATED,)),
     Rule(Choice.PYTORCH,
         "casts of autocast around it that only Inductor can fuse with it: a training step of ViT "
@@ -115,10 +112,11 @@ RULES = (
         "and 6.93; the backend sees the casts, and is faster than stock",
         (Fusion.PLAIN,), range(1, 1025), {"with_hidden_casts": True}),
     Rule(Choice.PYTORCH,
-        "forward alone of rows that fill a power of two of Inductor's threads, and so join their "
-        "neighbours: chains of KernelBench in float32 take 9.87 ms so, 10.39 with our kernel at 64 "
-        "columns, 22.01 and 23.04 with GELU behind",
-        (Fusion.PLAIN,), tuple(1 << bits for bits in range(11)), _FORWARD),
+        "forward alone of rows that Inductor reads once, and so joins to their neighbours: chains "
+        "of KernelBench in float32 take 9.87 ms so, 10.39 with our kernel at 64 columns, 22.01 and "
+        "23.04 with GELU behind; a sum and its norm 9.5 and 11.8 at 8192 x 640, modulated 9.6 and "
+        "17.4; a step of SDXL 23.42 ms and 23.56",
+        (Fusion.PLAIN,), range(1, 1025), _FORWARD),
     Rule(Choice.KERNEL,
         "modulation: 21 against Inductor's 65 forward, 39 against 84 backward at 64 x 256 x 1152, "
         "with a gate 40 against 77 and 68 against 115; training steps of DiT 5.80 ms stock, 5.50 "

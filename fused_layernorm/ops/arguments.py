@@ -154,11 +154,12 @@ def check_finite(name: str, value: Any) -> None:
 def check_types(family: Any, call: Any, prefix: str = "") -> None:
     """Raises where the error of an operator's schema would be worse. A user does not know the
     prefix of a tensor's name."""
-    for name, is_optional in family.tensors:
+    _, tensors, numbers = family.signature()
+    for name, is_optional in tensors:
         tensor = getattr(call, name)
         if not (isinstance(tensor, Tensor) or (tensor is None and is_optional)):
             check_tensor(name.removeprefix(prefix), tensor)
-    for name in family.numbers:
+    for name in numbers:
         check_number("scale" if name == "output_scale" else name, getattr(call, name))
 
 

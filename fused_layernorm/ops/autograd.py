@@ -69,8 +69,7 @@ def apply(function: Any, *args: Any) -> Any:
 @contextlib.contextmanager
 def lower_levels() -> Iterator[None]:
     """The context in which an autograd function's forward calls an operator: PyTorch switches
-    differentiation off there, also for the lower levels of torch.func's transforms, which may need
-    a graph."""
+    differentiation off there, also for lower levels of torch.func, which may need a graph."""
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), _below_autograd():
         yield
 
@@ -142,9 +141,8 @@ def derivatives(
 
 
 def complete(b: Any) -> Any:
-    """A backward call with a stand-in for each tensor whose gradient is asked for, though forward,
-    which does not need the values, has not kept it: parameters of norms over rows, and qkv of a
-    rotation alone."""
+    """A backward call with a stand-in for each tensor whose gradient is asked for, and whose values
+    are not, so forward has not kept it: parameters of norms over rows, qkv of a rotation alone."""
     if "qkv" in b._fields and b.qkv is None:
         some: Tensor = next(dy for dy in b.grads if dy is not None)
         return b._replace(qkv=some.new_empty_strided(b.size, b.stride).zero_())
@@ -193,8 +191,7 @@ def kept(ctx: Any) -> dict[str, Any]:
 
 
 class Backward(Function):
-    """A backward operator, whose own derivatives are those of `gradients`, a formula of its
-    arguments."""
+    """A backward operator, whose derivatives are those of `gradients`, of the same arguments."""
 
     @staticmethod
     def forward(

@@ -6,8 +6,7 @@ compiled for each known version. The library for the running torch is loaded whe
 Under any other torch, and with FUSED_LAYERNORM_PYTHON_AUTOGRAD=1, the operators have Python's
 autograd: the same results, some 10 us a call slower.
 
-The build imports this file by its path, for the names of the libraries, so the file uses nothing of
-the package.
+The build imports this file by its path, for the libraries' names, so it uses nothing else of ours.
 """
 
 from __future__ import annotations

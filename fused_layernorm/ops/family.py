@@ -110,6 +110,14 @@ def _unread(family: Family, a: Any, needs: Any) -> list[str]:
     return unread
 
 
+def assume_constant_result(function: Any) -> Any:
+    """As torch.compiler.assume_constant_result, which would import all of Dynamo: while it traces,
+    Dynamo calls the function, and guards nothing that it reads. What a class is asked stands in
+    such functions: to guard a class's attribute keeps Dynamo from skipping a module's guards."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 class Family:
     """Forward operators, and what is known of them.
 
@@ -133,11 +141,16 @@ class Family:
         own = load.operator(f"{name}_backward")
         self.gated_backward: Any = own if name.startswith("add_") else None
         self.Call, self.fields = formulas.call_of(self.plain), formulas.fields_of(self.plain)
-        # What arguments.check_types asks about: the tensors, and whether each is optional.
         schema = zip(self.fields, self.plain._schema.arguments, strict=True)
         types = {name: str(argument.type) for name, argument in schema}
-        self.tensors = tuple((n, kind != "Tensor") for n, kind in types.items() if "Tensor" in kind)
-        self.numbers = tuple(n for n, kind in types.items() if kind == "float")
+        tensors = tuple((n, kind != "Tensor") for n, kind in types.items() if "Tensor" in kind)
+        numbers = tuple(n for n, kind in types.items() if kind == "float")
+        self._signature = (*self.fields,), tensors, numbers
+
+    @assume_constant_result
+    def signature(self) -> Any:
+        """The arguments' names, the tensors, each with whether it is optional, and the numbers."""
+        return self._signature
 
     def statistics(self, a: Any) -> Any:
         """The shape of the statistics of a call."""

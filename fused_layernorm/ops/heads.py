@@ -207,8 +207,7 @@ class Heads(Family):
         return dict(zip(names, found, strict=False))
 
 
-# ---- vmap: the batch is part of the first dimension. Parameters and angles of samples are served
-# ---- one by one.
+# ---- vmap: the batch is in the first dimension. A sample's parameters and angles go one by one.
 
 
 def _vmap(info: Any, in_dims: Any, *args: Any) -> Any:

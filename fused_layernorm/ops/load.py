@@ -2,8 +2,7 @@
 """Loads the binary, which registers the operators, and names them.
 
 csrc/call/schemas.h and, of heads, csrc/bindings/schemas.cpp hold the schemas and say what each
-operator gives. csrc/bindings/cuda registers the CUDA kernels; the other files of this folder
-register the rest.
+operator gives. csrc/bindings/cuda registers the CUDA kernels, the files beside this one the rest.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ class Arguments(formulas.Record):
     """One call of a norm: what a function describes once, by `describe`, and all layers below read.
 
     The fields are the arguments of the operators' schemas (csrc/call/schemas.h), by name; what an
-    operator does not take has its default. A record with slots is read and freed in half the time
-    of a named tuple.
+    operator does not take has its default. Slots halve the time to read and free it.
     """
 
     __slots__ = _fields = tuple(dict.fromkeys(_FIELDS))
@@ -41,8 +40,7 @@ class Arguments(formulas.Record):
 
 
 def _maker() -> str:
-    """The source of `describe`: of a function that takes the place of the class's constructor, in
-    half its time."""
+    """The source of `describe`, which takes half the time of the class's constructor."""
     defaults = {"normalized_ndim": 1, "eps": 1e-5}
     given = [
         f"{n}={defaults.get(n, getattr(formulas.Record, n, None))!r}" for n in Arguments._fields

@@ -4,8 +4,7 @@
 qkv is (batch, positions, heads, columns); csrc/bindings/schemas.cpp says which of its heads are
 q's, k's and v's, and what the operators give. v is a view, which no operator gives: one that said
 so would be refused by torch.compile, one that did not would be wrong there. So autograd's node is
-made here and not for a dispatch key: `run` gives q, k and v, and their gradients come back as one
-tensor.
+made here, not for a dispatch key: `run` gives q, k and v, whose gradients come back as one tensor.
 
 Where the node cannot serve (transforms of torch.func, tensor subclasses, cos or sin that ask for a
 gradient), the results are those of qk_norm_rope of the parts, with autograd's own gradient of qkv.

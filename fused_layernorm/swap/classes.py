@@ -26,6 +26,7 @@ from .. import stock
 from ..gated_modules import FusedAdaLayerNorm
 from ..groups import FusedGroupNorm
 from ..modules import FusedLayerNorm, FusedRMSNorm
+from ..ops.family import assume_constant_result
 from .source import Part
 
 Forward = Callable[..., Any]
@@ -134,7 +135,7 @@ def _while_as_read(made: Any, fused: Forward) -> Forward:
 
     @functools.wraps(read)  # torch.jit.script compiles what is wrapped
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_fused = cls.forward is read and hasattr(type(self), "_swapped_from")
+        is_fused = cls.forward is read and isinstance(self, made)
         return (fused if is_fused else cls.forward)(self, *args, **kwargs)
 
     return forward
@@ -221,6 +222,7 @@ def _or_stock(swapped: Any) -> Forward:
 # ---- What a call of a module runs.
 
 
+@assume_constant_result
 def is_as_read(cls: Any) -> bool:
     """Whether what was read for a class of a swap is what it was."""
     return all(part.is_as_read() for part in cls._parts)
@@ -232,15 +234,12 @@ if getattr(_CALL, "__globals__", None) is not vars(_modules):  # somebody has re
     _CALL = None
 
 
+@assume_constant_result
 def _has_own_call(cls: type[nn.Module]) -> bool:
     """Whether another __call__ than nn.Module's runs; that of torch.fx takes a kernel as it is."""
     call: Any = cls.__call__
     names = getattr(call, "__globals__", {})
     return call is not _CALL and not names.get("__name__", "").startswith("torch.fx.")
-
-
-# Dynamo asks while it traces: it would guard all globals of a module.
-vars(is_as_read)["_dynamo_marked_constant"] = vars(_has_own_call)["_dynamo_marked_constant"] = True
 
 
 def must_be_called(module: Any) -> bool:
@@ -341,18 +340,19 @@ KINDS |= dict.fromkeys((stock.GroupNorm, *stock.InstanceNorms), "group")
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a call of the module runs the fused forward, by construction or by a swap.
+    """Whether a call of the module runs the fused forward, by construction or by a swap, and none
+    that the instance has, or since the swap its class."""
+    own = module.__dict__
+    return "forward" not in own and _runs_fused(type(module), "_is_swapped" in own)
 
-    False where it runs another: one that the instance has, or since the swap its class.
-    """
-    cls: Any = type(module)
-    if "forward" in module.__dict__:
-        return False
+
+@assume_constant_result
+def _runs_fused(cls: Any, stands_for_stock: bool) -> bool:
     if hasattr(cls, "_swapped_from"):
         return is_as_read(cls)
     if not issubclass(cls, OURS):  # that of the module may have changed, in another thread
         return False
-    return "_is_swapped" not in module.__dict__ or cls._stock.forward is stock.FORWARDS[cls._stock]
+    return not stands_for_stock or cls._stock.forward is stock.FORWARDS[cls._stock]
 
 
 def forward_of(cls: Any) -> Forward | None:

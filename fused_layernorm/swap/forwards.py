@@ -19,6 +19,7 @@ from torch import Tensor
 from ..functional import layer_norm
 from ..modules import FusedLayerNorm
 from ..ops.arguments import HALF
+from ..ops.family import assume_constant_result
 from ..stock import are_supported, dtypes_are_supported
 from .classes import Forward, forward_of, is_fused, must_be_called
 
@@ -178,16 +179,22 @@ def of_layer_norm(self: Any, input: Tensor) -> Tensor | None:
 OF_ATTRIBUTES[of_layer_norm] = ""
 
 
+@assume_constant_result
+def result_of_class(cls: Any) -> str | None:
+    """`result_of`, as far as the class says it."""
+    own = cls.forward is FusedLayerNorm.forward
+    return "" if own else OF_ATTRIBUTES.get(forward_of(cls))
+
+
 def result_of(module: Any) -> str | None:
     """The dtype of a norm's result, as `norm` takes it, if a call of the module computes
     F.layer_norm of its attributes and runs nothing else; None if it may not."""
-    if type(module).forward is FusedLayerNorm.forward:
-        if module.activation is not None or module.scale != 1.0 or module.out_dtype is not None:
-            return None
-        result: str | None = ""
-    else:
-        result = OF_ATTRIBUTES.get(forward_of(type(module)))
+    result = result_of_class(type(module))
     if result is None or module.__dict__.get("_fast_norm", False):
+        return None
+    if isinstance(module, FusedLayerNorm) and (
+        module.activation is not None or module.scale != 1.0 or module.out_dtype is not None
+    ):
         return None
     if not is_fused(module) or must_be_called(module):
         return None

@@ -20,6 +20,7 @@ from ..compile import choice
 from ..groups import FusedGroupNorm, ada_group_norm, as_pytorch_reads, group_norm, has_one_value
 from ..modules import is_bare
 from ..ops import autograd
+from ..ops.family import assume_constant_result
 from ..ops.formulas import activate
 from .classes import Forward, must_be_called
 from .forwards import parameter
@@ -49,15 +50,19 @@ def activation_of(act: Any) -> str | None:
     """
     if not isinstance(act, nn.Module):
         return _FUNCTIONS.get(act) if callable(act) else None
-    forward, name, function = _ACTIVATIONS.get(type(act), (None, "", None))
-    if forward is None or type(act).forward is not forward or must_be_called(act):
-        return None
-    if getattr(F, name) is not function:
+    name = _activation_of_class(type(act))
+    if not name or must_be_called(act) or getattr(F, name) is not _ACTIVATIONS[type(act)][2]:
         return None
     if name == "gelu":
         approximate: Any = act.approximate
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
     return name if name != "leaky_relu" or act.negative_slope == 0.01 else None
+
+
+@assume_constant_result
+def _activation_of_class(cls: Any) -> str:
+    forward, name, _ = _ACTIVATIONS.get(cls, (None, "", None))
+    return name if forward is not None and cls.forward is forward else ""
 
 
 def takes_activation(forward: Any) -> bool:
@@ -70,11 +75,13 @@ def takes_activation(forward: Any) -> bool:
 # ---- Forwards.
 
 
+_is_group_norm = assume_constant_result(lambda cls: cls.forward is FusedGroupNorm.forward)
+
+
 def is_plain_group_norm(norm: Any, cls: Any = None) -> bool:
     """Whether a norm, of the class that it has or will have, computes F.group_norm."""
     cls = cls or type(norm)
-    is_ours = cls.forward is FusedGroupNorm.forward
-    return is_ours and (cls is not type(norm) or is_bare(norm))
+    return _is_group_norm(cls) and (cls is not type(norm) or is_bare(norm))
 
 
 def _is_supported(eps: Any, x: Any, weight: Any, bias: Any) -> bool:
@@ -207,8 +214,7 @@ def kandinsky3(self: Any, x: Tensor, context: Tensor, activation: str | None = N
 
 
 def cosmos(self: Any, hidden_states: Tensor, activation: str | None = None) -> Any:
-    """diffusers' CosmosCausalGroupNorm, of each frame by itself: its norm is called but for an
-    activation."""
+    """diffusers' CosmosCausalGroupNorm, of each frame: without an activation its norm is called."""
     norm, x = self.norm, hidden_states
     if activation is None or not is_plain_group_norm(norm) or must_be_called(norm) or x.dim() != 5:
         return None

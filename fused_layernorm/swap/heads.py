@@ -62,8 +62,7 @@ def _rotated(
     whole: Any = None,
 ) -> tuple[Tensor, ...]:
     """q and k, (batch, heads, positions, columns), normalized if the class says so, and rotated, if
-    there is a function that does it; and v, where it is given with the tensor of which all three
-    may be views."""
+    there is a function; and v, where it is given with the tensor of which all may be views."""
     rotation, is_known = self._rotation, function is self._function and is_as_read(type(self))
     serves = is_known and is_supported(rotation, q, k, cos, sin)
     of_q = of_k = None
@@ -311,8 +310,7 @@ def _views(statement: Any, views: dict[str, _View]) -> dict[str, _View]:
 
 def _add_v(forward: ast.FunctionDef, call: Template) -> bool | None:
     """`q, k = call(...)` becomes `q, k, v = call(..., v, whole)`, where q and k, and one name more,
-    are views of one tensor that has a name. Whether they are its parts in this order; None where
-    nothing is changed."""
+    are views of one tensor that has a name. Whether these are in its order; None if all stays."""
     views: dict[str, _View] = {}
     for i, statement in enumerate(forward.body):
         if call.match(getattr(statement, "value", None), {}) is not None:

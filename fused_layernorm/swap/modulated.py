@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ..functional import ada_layer_norm, layer_norm
 from ..ops.arguments import HALF, broadcasts
+from ..ops.family import assume_constant_result
 from . import source
-from .classes import forward_of
-from .forwards import OF_ATTRIBUTES, matched, parameter, result_of
+from .forwards import matched, parameter, result_of, result_of_class
 from .rewrite import Rewriter, Rules, Template, attribute_of_self, postpone
 
 torch.fx.wrap("_modulated")
@@ -27,7 +27,7 @@ torch.fx.wrap("_modulated")
 
 def _modulate(norm: Any, x: Tensor, shift: Any, scale: Any, dtype: torch.dtype | None) -> Tensor:
     """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, or if None the norm's own."""
-    if dtype is None and OF_ATTRIBUTES.get(forward_of(type(norm))):
+    if dtype is None and result_of_class(type(norm)):
         dtype = x.dtype
     parameters = parameter(norm, "weight"), parameter(norm, "bias")
     return _modulated(x, shift, scale, *parameters, norm.eps, norm.normalized_shape, dtype)
@@ -63,17 +63,19 @@ def _modulated(
     return ada_layer_norm(x, shift, scale, weight, bias, eps, out_dtype=out_dtype, **options)
 
 
+_norms_of = assume_constant_result(lambda cls: cls._known.norms)
+
+
 def derived(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The class's own forward with each norm and its modulation in one call of `_modulate`.
 
     Where a norm must be called, because of a hook for example, it is None: the class's own forward
     then runs (classes._or_stock).
     """
-    cls: Any = type(self)
-    for name in cls._known.norms:
+    for name in _norms_of(type(self)):
         if result_of(getattr(self, name)) is None:
             return None
-    return cls._derived(self, *args, **kwargs)
+    return self._derived(*args, **kwargs)
 
 
 # ---- Their source.

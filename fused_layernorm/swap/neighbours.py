@@ -6,8 +6,7 @@ activation. In the forward of a swapped module (rewrite.py) the two are one call
 or, where numbers of channels modulate the norm's result in between, of `_modulated`. Which norms
 and activations these are is seen at each call: other ones, ones with hooks and all on a device
 without kernels are called as the source says. A module is swapped if it has such a pair.
-An nn.Sequential, or a class that has its forward, is swapped where a norm stands before an
-activation.
+So is an nn.Sequential, or a class that has its forward.
 
 A kernel rounds once, where the library rounds after each operation.
 """
@@ -217,8 +216,7 @@ def _remake(made: source.Decorated) -> Any:
 
 
 def has_pair(module: nn.Module, made: Any, planned: Planned) -> bool:
-    """Whether a kernel will compute a norm of the module with the activation behind it, once the
-    planned classes are given.
+    """Whether a kernel will compute a norm and the activation behind it, of the planned classes.
 
     Where there is a reason in the place of a class, whether it belongs in the log.
     """

@@ -26,8 +26,7 @@ Bound = dict[str, Any]
 class Template:
     """An expression, and what stands in its place.
 
-    A name in capitals is any expression, or one of which its rule says so; `*X` is all arguments of
-    a call.
+    A name in capitals is any expression that its rule, if any, accepts; `*X` all of a call's.
     """
 
     def __init__(self, pattern: str, instead: str = "None") -> None:

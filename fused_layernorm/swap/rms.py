@@ -57,8 +57,7 @@ def normalized(
     activation: str | None = None,
     size: int = 0,
 ) -> Tensor | None:
-    """The norm over the last dimension, or each group of this size in it; None if it is not for the
-    kernels."""
+    """The norm over the last dimension, or groups of this size; None if no kernel takes it."""
     out_dtype = _out_dtype(x, weight, eps, dtypes, size)
     if out_dtype is None:
         return None
