@@ -149,9 +149,8 @@ def qkv_norm_rope(
         layout: ``"3hd"`` or ``"h3d"``.
         num_kv_heads: how many heads k and v have; by default as many as q.
         head_dim: columns of a head, which a qkv of three dimensions needs.
-        seq_dim: the dimension of the positions in the **results**, 1 or 2, which are ``(batch,
-            positions, heads, columns)`` or ``(batch, heads, positions, columns)``; it may be
-            counted from the end.
+        seq_dim: the dimension of the positions in the **results**, 1 or 2 (or from the end), which
+            are ``(batch, positions, heads, columns)`` or ``(batch, heads, positions, columns)``.
 
     The other arguments are those of :func:`qk_norm_rope`.
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""override_aten(): PyTorch's own layer_norm, rms_norm and group_norm, from anywhere, on this
-package's kernels.
+"""override_aten(): PyTorch's own layer_norm, rms_norm and group_norm, anywhere, on our kernels.
 
 csrc/per_torch/override.h has the kernels, this file the handle and the count of overrides in force.
 """

@@ -405,6 +405,7 @@ def test_options_under_plain_compile(device, norm, options, dynamic):
 FORWARD_ALONE = {
     "narrow rows": (lambda: nn.LayerNorm(1024), (3, 1024), 0),
     "wide rows": (lambda: nn.LayerNorm(1025), (3, 1025), 1),
+    "without parameters": (lambda: nn.LayerNorm(1025, 1e-5, False), (3, 1025), 0),
     "small groups": (lambda: nn.GroupNorm(1, 4), (1, 4, 256, 256), 0),
     "large groups": (lambda: nn.GroupNorm(1, 4), (1, 4, 512, 256), 1),
     "small and SiLU": (lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.SiLU()), (1, 4, 128, 64), 0),

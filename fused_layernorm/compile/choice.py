@@ -76,7 +76,8 @@ def _choice_for(a: Arguments) -> str:
     fusion = "RESIDUAL" if a.residual is not None else "ACTIVATED" if a.activation else "PLAIN"
     may_be_cast = fusion == "PLAIN" and a.out_dtype is None and _is_one(a.output_scale)
     wants = needs_grad(a.input, a.residual, a.weight, a.bias)
-    return choice_of(a.input, prod(a.normalized_shape), fusion, a.statistic, wants, may_be_cast)
+    norm = (a.input, prod(a.normalized_shape), fusion, a.statistic, wants, may_be_cast)
+    return choice_of(*norm, has_parameters=a.weight is not None or a.bias is not None)
 
 
 def choice_of(
@@ -87,6 +88,7 @@ def choice_of(
     differentiates: bool = True,
     may_be_cast: bool = False,
     has_neighbours: bool = True,
+    has_parameters: bool = True,
 ) -> str:
     """What the rules choose for a norm of x that Dynamo traces; the kernel, if they are not asked.
 
@@ -104,7 +106,7 @@ def choice_of(
     deterministic = torch.are_deterministic_algorithms_enabled()
     # In Dynamo of torch 2.11, int(cols) would be no constant.
     given = (index(cols), has_neighbours, is_apart, True, deterministic, casts, statistic, True)
-    return _choice(fusion, *given, differentiates)
+    return _choice(fusion, *given, differentiates, has_parameters)
 
 
 @assume_constant_result

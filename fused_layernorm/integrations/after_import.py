@@ -18,8 +18,7 @@ from typing import Any
 def after_import(name: str, register: Callable[[], None], failure: str) -> None:
     """Calls a function after the module of this name has been imported, or now if it has been.
 
-    What it registers with may have other names in another release: an error becomes a warning that
-    begins with `failure`.
+    What it registers with may have other names in another release: an error warns, with `failure`.
     """
 
     def then() -> None:
@@ -39,8 +38,7 @@ def after_import(name: str, register: Callable[[], None], failure: str) -> None:
 class _Finder(MetaPathFinder):
     """Lets the loaders of modules that are waited for say when they have run a module's code.
 
-    To be asked for a module is not yet to import it (importlib.util.find_spec asks, too, and an
-    import may fail).
+    To be asked for a module is not to import it (importlib.util.find_spec asks; imports may fail).
     """
 
     def __init__(self) -> None:

@@ -44,8 +44,7 @@ def one_by_one(operator: Any, info: Any, in_dims: Any, *args: Any) -> Any:
 def vmap_of(
     family: Any, operator: OpOverload, formula: Callable[..., Any], always: bool = False
 ) -> Callable[..., Any]:
-    """The rule of an operator. formula: the same of parameters that broadcast; with `always` it
-    takes every call."""
+    """The rule of an operator. formula: for parameters that broadcast; `always`: for all calls."""
     Call = call_of(operator)
     is_backward = bool(Call.differentiated)
     broadcast = (*_SHARED, "shift", "scale", *(["gate"] if family.gated_backward else []))

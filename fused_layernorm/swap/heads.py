@@ -44,8 +44,7 @@ class Rotation(NamedTuple):
     keeps_dtype: bool = False  # the result has q's dtype; otherwise q's and cos's are promoted
 
 
-# From the digest of apply_rotary_pos_emb and the functions that it calls, without decorators: the
-# rows of known.txt.
+# By the digest of apply_rotary_pos_emb and what it calls, without decorators: rows of known.txt.
 SOURCES: dict[str, Rotation] = {}
 
 # ---- What a swapped forward calls.

@@ -45,8 +45,7 @@ def swap_norms(
             name that ``model.named_modules()`` gives the module, and on the module's being an
             nn.Module; an RMSNorm class of transformers, for example, is no nn.RMSNorm.
         neighbours: also swap what stands beside the norms: attention modules that rotate q and k,
-            whose rotation and norms become :func:`qk_norm_rope`, and modules that call a norm and
-            then an activation.
+            whose rotation and norms become :func:`qk_norm_rope`, and an activation behind a norm.
 
     Raises:
         TypeError: a ``make`` of :func:`register_swap` returned neither None nor a function that
