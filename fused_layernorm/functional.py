@@ -171,7 +171,7 @@ def rms_norm_gated(
         group_size: the mean of squares is taken over so many columns in turn; by default all.
         round_before_weight: the normalized value is rounded to input's dtype, and its product with
             weight to the dtype to which PyTorch promotes those of input and weight, as the classes
-            of Qwen3-Next and Mamba 2 do, if there is one. Gradients take it for the identity.
+            of Qwen3-Next and Mamba 2 do. For gradients, and without weight, it is the identity.
         out_dtype: as in :func:`rms_norm`.
 
     Returns:

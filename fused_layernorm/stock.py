@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is PyTorch's own: its functions and classes, and the calls that swapped modules leave to
-the stock forward."""
+"""PyTorch's own functions and classes, and which calls swapped modules leave to stock forwards."""
 
 from __future__ import annotations
 

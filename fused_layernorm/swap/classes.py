@@ -128,6 +128,9 @@ def _unpickled(cls: Any, again: Callable[..., Any], *args: Any) -> nn.Module:
 # ---- Their forwards.
 
 
+_stands_for_stock = assume_constant_result(lambda cls: hasattr(cls, "_swapped_from"))
+
+
 def _while_as_read(made: Any, fused: Forward) -> Forward:
     """The forward; the stock one for a module that was unswapped while somebody kept it, and where
     that is not the one that was read."""
@@ -135,7 +138,7 @@ def _while_as_read(made: Any, fused: Forward) -> Forward:
 
     @functools.wraps(read)  # torch.jit.script compiles what is wrapped
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_fused = cls.forward is read and isinstance(self, made)
+        is_fused = cls.forward is read and _stands_for_stock(type(self))
         return (fused if is_fused else cls.forward)(self, *args, **kwargs)
 
     return forward
@@ -348,7 +351,7 @@ def is_fused(module: nn.Module) -> bool:
 
 @assume_constant_result
 def _runs_fused(cls: Any, stands_for_stock: bool) -> bool:
-    if hasattr(cls, "_swapped_from"):
+    if _stands_for_stock(cls):
         return is_as_read(cls)
     if not issubclass(cls, OURS):  # that of the module may have changed, in another thread
         return False

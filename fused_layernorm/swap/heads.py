@@ -309,7 +309,7 @@ def _views(statement: Any, views: dict[str, _View]) -> dict[str, _View]:
 
 def _add_v(forward: ast.FunctionDef, call: Template) -> bool | None:
     """`q, k = call(...)` becomes `q, k, v = call(..., v, whole)`, where q and k, and one name more,
-    are views of one tensor that has a name. Whether these are in its order; None if all stays."""
+    are views of one named tensor: whether they are its parts in this order; None if not changed."""
     views: dict[str, _View] = {}
     for i, statement in enumerate(forward.body):
         if call.match(getattr(statement, "value", None), {}) is not None:

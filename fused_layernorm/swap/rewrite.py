@@ -26,7 +26,7 @@ Bound = dict[str, Any]
 class Template:
     """An expression, and what stands in its place.
 
-    A name in capitals is any expression that its rule, if any, accepts; `*X` all of a call's.
+    A name in capitals is any expression, or one that its rule accepts; `*X` is all arguments.
     """
 
     def __init__(self, pattern: str, instead: str = "None") -> None:

@@ -36,8 +36,7 @@ def swap_norms(
 
     The module objects stay, and with them their parameters, names, hooks and every reference to
     them. Swapping again changes nothing, and :func:`unswap_norms` undoes it. Which classes are
-    known, what is left, and what a swapped module computes: docs/swap.md, "Swapping a model's
-    norms", has the rules.
+    known, what is left, and what a swapped module computes: docs/swap.md has the rules.
 
     Args:
         model: any module; it may itself be a norm.
@@ -45,7 +44,7 @@ def swap_norms(
             name that ``model.named_modules()`` gives the module, and on the module's being an
             nn.Module; an RMSNorm class of transformers, for example, is no nn.RMSNorm.
         neighbours: also swap what stands beside the norms: attention modules that rotate q and k,
-            whose rotation and norms become :func:`qk_norm_rope`, and an activation behind a norm.
+            whose rotation and norms become :func:`qk_norm_rope`, and users of norm and activation.
 
     Raises:
         TypeError: a ``make`` of :func:`register_swap` returned neither None nor a function that
