@@ -419,8 +419,10 @@ def test_models(make, others, layout, device, fused):
 @pytest.mark.parametrize("name", ["resnet", "wan"])
 def test_compiled(name, device):
     stock, inputs = block(device, name)
-    compiled = torch.compile(beside(stock), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*inputs), stock(*inputs), rtol=1e-4, atol=1e-4)
+    compiled = torch.compile(new := beside(stock), backend="aot_eager", fullgraph=True)
+    for _ in range(2):  # then norm1 has a forward of its own
+        torch.testing.assert_close(compiled(*inputs), stock(*inputs), rtol=1e-4, atol=1e-4)
+        stock.norm1.forward = new.norm1.forward = torch.neg
 
 
 def test_without_kernels_the_stock_functions_run(monkeypatch):

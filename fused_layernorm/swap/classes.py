@@ -247,6 +247,7 @@ def _has_own_call(cls: type[nn.Module]) -> bool:
 
 def must_be_called(module: Any) -> bool:
     """Whether a call of the module runs a hook, or a forward of its own, as offloading leaves."""
+    _ = module.forward  # Dynamo guards that the instance has none; to ask its __dict__ is no guard
     return bool(
         _has_own_call(type(module))
         or module._forward_hooks
@@ -343,8 +344,7 @@ KINDS |= dict.fromkeys((stock.GroupNorm, *stock.InstanceNorms), "group")
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a call of the module runs the fused forward, by construction or by a swap, and none
-    that the instance has, or since the swap its class."""
+    """Whether a call runs the fused forward, not one that the instance, or since its class, got."""
     own = module.__dict__
     return "forward" not in own and _runs_fused(type(module), "_is_swapped" in own)
 
