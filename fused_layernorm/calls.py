@@ -45,7 +45,7 @@ def plain(
 
     On CUDA the function leads to our kernels, on the CPU it is PyTorch's norm. Modes and transforms
     are to see our operators, and torch.jit.trace crashes where an operator has raised what is
-    caught here. over: the normalized shape (or None), or number of groups. hidden: from the modes.
+    caught here. over: normalized shape (None: weight's) or number of groups. hidden: from modes.
     """
     if (
         type(input) is not Tensor

@@ -84,7 +84,7 @@ def qk_norm_rope(
         cos, sin: ``(positions, n)`` or ``(batch, positions, n)`` of any strides, where the batch
             may be 1; of q's dtype or float32. n is ``rotary_dim / 2``, a value for each pair, or
             ``rotary_dim``, where each value is there twice, as transformers gives them: all of them
-            and then all again, or with ``interleaved`` side by side; or None: no rotation.
+            and then all again, or with ``interleaved`` side by side. Both None: no rotation.
         eps: added to the mean of the squares, or to the variance. None is the default of
             ``torch.nn.functional.rms_norm``, for ``statistic="layer"`` 1e-5.
         statistic: ``"rms"`` for RMSNorm, ``"layer"`` for LayerNorm. None rotates alone; a weight,

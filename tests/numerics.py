@@ -558,7 +558,7 @@ def activate(z, activation):
 
 
 def exact(t, found=None, *, backward=True):
-    """The results in float64, by name. With a gate, later ones are those of tensors in `found`."""
+    """The results in float64, by name; those after a gate from the rounded tensors in `found`."""
     p = t.problem
     return p.of_all(t, found, p.formula, is_exact=True, backward=backward)
 

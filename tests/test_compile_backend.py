@@ -442,11 +442,10 @@ def test_swapped_modules_that_are_not_worth_it_forward(device, name):
 @pytest.mark.parametrize("make", [tiny_diffusers.dit, tiny_diffusers.unet])
 def test_no_guard_reads_an_attribute_of_a_class(make):
     """It would keep Dynamo from skipping the guards of each module of this class."""
-    model, inputs = make()
-    swapped, found = fused_layernorm.swap_norms(copy.deepcopy(model), neighbours=True), []
-    for one in (model.eval(), swapped.eval()):
+    (model, inputs), found = make(), []
+    for one in (model, fused_layernorm.swap_norms(copy.deepcopy(model), neighbours=True)):
         torch._dynamo.reset()
-        torch.compile(one.requires_grad_(False), backend="eager")(**inputs)
+        torch.compile(one.eval().requires_grad_(False), backend="eager")(**inputs)
         (entry,) = _debug_get_cache_entry_list(type(one).forward.__code__)
         of_parts = r"source=(type\(L\['self'\][^)].*), accessed_by=GetAttr"
         found.append(sorted(re.findall(of_parts, str(entry.guard_manager))))

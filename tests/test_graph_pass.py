@@ -716,7 +716,7 @@ def test_dynamic_shapes(text):
 
 
 def test_shapes_that_are_not_known_to_be_equal():
-    """If each tensor has sizes of its own, the sum might broadcast. It may be left."""
+    """If each tensor has sizes of its own, the sum might broadcast. It may be left; y holds."""
     t = {name: torch.randn(4, 3, D) for name in ("x", "residual")}
     for tensor in t.values():
         torch._dynamo.decorators.mark_unbacked(tensor, 0)

@@ -55,7 +55,7 @@ class Problem(NamedTuple):
     # Whether a call asks, while Dynamo traces it and before the graph is there.
     is_call: bool = False
     differentiates: bool = True  # whether a call has a backward pass
-    has_parameters: bool = True  # else the result is modulated, as a call does not show
+    has_parameters: bool = True  # else a modulation follows, which a call does not show
 
 
 class Rule(NamedTuple):

@@ -128,7 +128,7 @@ def _unpickled(cls: Any, again: Callable[..., Any], *args: Any) -> nn.Module:
 # ---- Their forwards.
 
 
-_stands_for_stock = assume_constant_result(lambda cls: hasattr(cls, "_swapped_from"))
+_is_of_swap = assume_constant_result(lambda cls: hasattr(cls, "_swapped_from"))
 
 
 def _while_as_read(made: Any, fused: Forward) -> Forward:
@@ -138,7 +138,7 @@ def _while_as_read(made: Any, fused: Forward) -> Forward:
 
     @functools.wraps(read)  # torch.jit.script compiles what is wrapped
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_fused = cls.forward is read and _stands_for_stock(type(self))
+        is_fused = cls.forward is read and _is_of_swap(type(self))
         return (fused if is_fused else cls.forward)(self, *args, **kwargs)
 
     return forward
@@ -344,18 +344,18 @@ KINDS |= dict.fromkeys((stock.GroupNorm, *stock.InstanceNorms), "group")
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a call runs the fused forward, not one that the instance, or since its class, got."""
+    """Whether a call of the module runs the fused forward: neither it nor its class got another."""
     own = module.__dict__
     return "forward" not in own and _runs_fused(type(module), "_is_swapped" in own)
 
 
 @assume_constant_result
-def _runs_fused(cls: Any, stands_for_stock: bool) -> bool:
-    if _stands_for_stock(cls):
+def _runs_fused(cls: Any, is_stock_swapped: bool) -> bool:
+    if _is_of_swap(cls):
         return is_as_read(cls)
     if not issubclass(cls, OURS):  # that of the module may have changed, in another thread
         return False
-    return not stands_for_stock or cls._stock.forward is stock.FORWARDS[cls._stock]
+    return not is_stock_swapped or cls._stock.forward is stock.FORWARDS[cls._stock]
 
 
 def forward_of(cls: Any) -> Forward | None:

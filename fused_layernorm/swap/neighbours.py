@@ -5,8 +5,8 @@ The blocks of diffusers' UNets and VAEs, and of models like them, call a norm an
 activation. In the forward of a swapped module (rewrite.py) the two are one call of `_activated`,
 or, where numbers of channels modulate the norm's result in between, of `_modulated`. Which norms
 and activations these are is seen at each call: other ones, ones with hooks and all on a device
-without kernels are called as the source says. A module is swapped if it has such a pair.
-So is an nn.Sequential, or a class that has its forward.
+without kernels are called as the source says. A module is swapped if it has such a pair; so is an
+nn.Sequential, or a class that has its forward, in which a norm stands before an activation.
 
 A kernel rounds once, where the library rounds after each operation.
 """
@@ -216,7 +216,7 @@ def _remake(made: source.Decorated) -> Any:
 
 
 def has_pair(module: nn.Module, made: Any, planned: Planned) -> bool:
-    """Whether a kernel will compute a norm and the activation behind it, of the planned classes.
+    """Whether the module has a norm and activation for one kernel, once it has its planned class.
 
     Where there is a reason in the place of a class, whether it belongs in the log.
     """

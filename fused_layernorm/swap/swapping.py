@@ -43,8 +43,8 @@ def swap_norms(
         predicate: ``predicate(name, module)`` returns whether to swap a norm. It may rely on the
             name that ``model.named_modules()`` gives the module, and on the module's being an
             nn.Module; an RMSNorm class of transformers, for example, is no nn.RMSNorm.
-        neighbours: also swap what stands beside the norms: attention modules that rotate q and k,
-            whose rotation and norms become :func:`qk_norm_rope`, and users of norm and activation.
+        neighbours: also swap what stands beside the norms: attention that rotates q and k, whose
+            rotation and norms become :func:`qk_norm_rope`, and what calls norm, then activation.
 
     Raises:
         TypeError: a ``make`` of :func:`register_swap` returned neither None nor a function that
