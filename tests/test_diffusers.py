@@ -204,7 +204,8 @@ def with_a_forward(module):
 
 
 CHANGES = {
-    "forward": with_a_forward, "activation": with_an_activation,
+    "forward": with_a_forward, "class": lambda module: swaps.give_own_class(module.norm),
+    "activation": with_an_activation,
     "unswapped": lambda module: unswap_layer_norm(module.norm),
     "hook": lambda module: module.norm.register_forward_hook(lambda *args: 2 * args[-1]),
     "pre-hook": lambda module: module.norm.register_forward_pre_hook(lambda _, x: x[0].exp()),
@@ -213,9 +214,10 @@ CHANGES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["zero", "zero_fp32"])
 @pytest.mark.parametrize("how", CHANGES)
-def test_a_norm_that_computes_something_else_is_called(how, device, calls):
-    stock, inputs = make("zero", device)
+def test_a_norm_that_computes_something_else_is_called(how, name, device, calls):
+    stock, inputs = make(name, device)
     new = swapped(stock)
     for module in (stock, new):
         CHANGES[how](module)

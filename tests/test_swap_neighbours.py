@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from libraries import class_of
-from swaps import beside, check_swap_and_unswap, outcome, same
+from swaps import beside, check_swap_and_unswap, give_own_class, outcome, same
 from tiny_diffusers import unet
 from torch import nn
 
@@ -335,13 +335,16 @@ INNER: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["call", "forward", "forward_pre"])
+@pytest.mark.parametrize("how", ["call", "forward", "forward_pre", "class"])
 @pytest.mark.parametrize("name", INNER)
 def test_hooks_and_another_call_of_all_modules_see_each(name, how, device, monkeypatch):
     make, shapes = INNER[name]
     stock, inputs, seen = make().to(device), inputs_of(shapes, device), list[str]()
     new, call = beside(stock), nn.Module.__call__
     assert is_fused(new)
+    for module in (*stock.children(), *new.children()):
+        if how == "class" and "Norm" in type(module).__name__:
+            give_own_class(module, lambda: seen.append("norm"))
 
     def see(self, *args, **kwargs):
         seen.append(type(self).__name__.removeprefix("Fused"))
@@ -350,7 +353,7 @@ def test_hooks_and_another_call_of_all_modules_see_each(name, how, device, monke
     with monkeypatch.context() as patch:
         if how == "call":
             patch.setattr(nn.Module, "__call__", see)
-        else:
+        elif how != "class":
             patch.setitem(getattr(nn.modules.module, f"_global_{how}_hooks"), 0, see)
         expected, of_stock = stock(*inputs), [*seen]
         seen.clear()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """swap_norms(model, neighbours=True): tiny models of transformers before and after."""
 
+import copy
 import importlib
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forms import Names
-from swaps import copies, results
+from swaps import copies, give_own_class, results
 from tiny_transformers import decoder
 from torch import nn
 
@@ -146,6 +147,16 @@ def test_what_somebody_replaces_counts(name, what, device, monkeypatch, calls):
     for model in (early, late):
         torch.testing.assert_close(run(model), stock, rtol=2e-4, atol=1e-5)
     assert len(calls) == 2  # those of the early model
+
+
+def test_a_norm_that_was_given_another_class_is_called(device, calls):
+    stock = make("Qwen3", device)
+    new = swap_norms(copy.deepcopy(stock), neighbours=True)
+    for model in (stock, new):
+        for layer in model.model.layers:
+            give_own_class(layer.self_attn.q_norm)
+    torch.testing.assert_close(run(new), run(stock), rtol=2e-4, atol=1e-5)
+    assert set(calls) == {False}  # the rotation alone
 
 
 ATTENTION = """

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..heads import qk_norm_rope, qkv_norm_rope
 from ..stock import are_supported, has_kernels
 from . import rewrite, rms, source
-from .classes import Known, forward_of, is_as_read, must_be_called
+from .classes import Known, forward_of, is_as_read, is_fused, must_be_called
 from .forwards import result_of
 from .rewrite import PARTS, VIEWS, Rules, Template, assigned_names, attribute_of_self
 
@@ -141,7 +141,7 @@ def _norm_of(module: Any, x: Tensor) -> _Norm | None:
             return None
     if type(norm.eps) is not float:
         return None
-    if not is_layer and (must_be_called(module) or not is_as_read(type(module))):
+    if not is_layer and (must_be_called(module) or not is_fused(module)):
         return None
     if not are_supported(x, norm.weight, bias):
         return None
