@@ -179,8 +179,9 @@ class FusedGroupNorm(Norm, nn.GroupNorm):
         return not choice.leaves_groups(input, self.num_groups, self.weight, self.bias)
 
     def _fused(self, input: Tensor) -> Tensor:
-        x = as_pytorch_reads(input) if self._is_swapped else input
+        given = self.num_groups, self.weight, self.bias, self.eps
+        if self._is_swapped:
+            return group_norm(as_pytorch_reads(input), *given)
         return group_norm(
-            x, self.num_groups, self.weight, self.bias, self.eps, activation=self.activation,
-            scale=self.scale, out_dtype=self.out_dtype,
-        )  # fmt: skip
+            input, *given, activation=self.activation, scale=self.scale, out_dtype=self.out_dtype
+        )

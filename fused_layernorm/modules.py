@@ -29,8 +29,8 @@ _NONE: Any = None  # torch.jit.script does not know the annotations of attribute
 class Norm(nn.Module):
     """What the modules have beside the class of PyTorch that each stands for.
 
-    Its attributes are the options with their defaults, which count for a module of PyTorch that a
-    swap has made one of these. Such a one takes what PyTorch's class takes.
+    Its attributes are the options with their defaults. A module of PyTorch that a swap has made one
+    of these has none, whatever attributes it has, and takes what PyTorch's class takes.
     """
 
     _stock: Any
@@ -63,8 +63,9 @@ class Norm(nn.Module):
         """Sets the parameters so that the norm has a factor of one and a bias of zero."""
         norm: Any = self
         if norm.weight is not None:
-            # A method that somebody kept finds no offset after an unswap.
-            nn.init.constant_(norm.weight, 1.0 - getattr(self, "weight_offset", 0.0))
+            # A method that somebody kept finds no class of ours after an unswap.
+            is_stock = getattr(self, "_is_swapped", True)
+            nn.init.constant_(norm.weight, 1.0 - (0.0 if is_stock else self.weight_offset))
         if getattr(self, "bias", None) is not None:  # nn.RMSNorm calls this before there is one
             nn.init.zeros_(norm.bias)
 
@@ -74,7 +75,7 @@ class Norm(nn.Module):
         if isinstance(self, RMSNorm) and getattr(self, "bias", None) is not None:
             text += ", bias=True"
         for name, default in _OPTIONS.items():
-            if (value := getattr(self, name)) != default:
+            if not self._is_swapped and (value := getattr(self, name)) != default:
                 text += f", {name}={shown(value)}"
         return text
 
@@ -93,6 +94,8 @@ _OPTIONS = {n: value for n, value in vars(Norm).items() if n[0] != "_" and not c
 
 def is_bare(module: Any) -> bool:
     """Whether a module computes what PyTorch's class computes."""
+    if module._is_swapped:
+        return True
     if module._stock is RMSNorm and getattr(module, "bias", None) is not None:
         return False
     return [getattr(module, name) for name in _OPTIONS] == [*_OPTIONS.values()]
@@ -138,12 +141,14 @@ def forward_of(
                 parameters = module["_parameters"]
                 sizes, weight, eps = module[over], parameters["weight"], module["eps"]
                 bias = None if is_rms and self._is_swapped else parameters["bias"]
-                is_plain = self.activation is None and self.out_dtype is None and self.scale == 1.0
-                if is_rms and is_plain:
-                    is_plain = bias is None and self.weight_offset == 0.0
-                    is_plain = is_plain and not self.round_before_weight
-                if read is not None and self._is_swapped and type(input) is Tensor:
+                is_plain = self._is_swapped
+                if is_plain and read is not None and type(input) is Tensor:
                     input = read(input)
+                elif not is_plain and self.activation is None and self.out_dtype is None:
+                    is_plain = self.scale == 1.0
+                    if is_rms and is_plain:
+                        is_plain = bias is None and self.weight_offset == 0.0
+                        is_plain = is_plain and not self.round_before_weight
             except (AttributeError, KeyError):
                 is_plain = False
             if is_plain:
@@ -201,10 +206,12 @@ class FusedLayerNorm(Norm, nn.LayerNorm):
     forward = forward_of(LayerNorm, "layer_norm", "normalized_shape")
 
     def _fused(self, input: Tensor) -> Tensor:
+        shape = self.normalized_shape
+        if self._is_swapped:
+            return layer_norm(input, self.weight, self.bias, self.eps, normalized_shape=shape)
         return layer_norm(
-            input, self.weight, self.bias, self.eps,
-            normalized_shape=self.normalized_shape, activation=self.activation, scale=self.scale,
-            out_dtype=self.out_dtype,
+            input, self.weight, self.bias, self.eps, normalized_shape=shape,
+            activation=self.activation, scale=self.scale, out_dtype=self.out_dtype,
         )  # fmt: skip
 
 
@@ -268,12 +275,13 @@ class FusedRMSNorm(Norm, nn.RMSNorm):
     forward = forward_of(RMSNorm, "rms_norm", "normalized_shape", argument="x")
 
     def _fused(self, input: Tensor) -> Tensor:
-        bias = getattr(self, "bias", None)  # a swapped nn.RMSNorm has none
+        shape = self.normalized_shape
+        if self._is_swapped:
+            return rms_norm(input, self.weight, self.eps, normalized_shape=shape)
         return rms_norm(
-            input, self.weight, self.eps, bias=bias,
+            input, self.weight, self.eps, bias=self.bias, normalized_shape=shape,
             weight_offset=self.weight_offset, round_before_weight=self.round_before_weight,
-            normalized_shape=self.normalized_shape, activation=self.activation, scale=self.scale,
-            out_dtype=self.out_dtype,
+            activation=self.activation, scale=self.scale, out_dtype=self.out_dtype,
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from libraries import class_of
-from swaps import copies, digest, fused, results, swapped
+from swaps import assert_same, beside, copies, digest, fused, results, swapped
 from tiny_transformers import GemmaHere, WrittenHere
 from torch import nn
 from torch.nn.utils import parametrize
@@ -470,6 +470,21 @@ def test_an_eps_that_the_operators_refuse(device, cls):
     for eps in (float("nan"), -0.1, 1, *([torch.tensor(0.1)] if cls is WrittenHere else [])):
         norm = cls(8, eps=eps).to(device)
         torch.testing.assert_close(swapped(norm)(x), norm(x), equal_nan=True)
+
+
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, functools.partial(nn.GroupNorm, 2)])
+def test_attributes_of_a_stock_module_are_no_options(norm, device):
+    model, x = nn.Sequential(norm(8), nn.SiLU()).to(device), torch.randn(3, 8, device=device)
+    for name, value in {"scale": 2.0, "activation": "gelu", "weight_offset": 1.0}.items():
+        setattr(model[0], name, value)
+    new = beside(model)
+    assert_same(swapped(model[0])(x), model[0](x))
+    for call in (new, torch.compile(new, backend="aot_eager")):
+        assert_same(call(x), model(x))
+    new[0].reset_parameters()
+    assert new[0].weight.eq(1).all()
+    assert "scale" not in repr(new)
 
 
 @pytest.mark.cpu_operators

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..functional import layer_norm
-from ..modules import FusedLayerNorm
+from ..modules import FusedLayerNorm, is_bare
 from ..ops.arguments import HALF
 from ..ops.family import assume_constant_result
 from ..stock import are_supported, dtypes_are_supported
@@ -192,9 +192,7 @@ def result_of(module: Any) -> str | None:
     result = result_of_class(type(module))
     if result is None or module.__dict__.get("_fast_norm", False):
         return None
-    if isinstance(module, FusedLayerNorm) and (
-        module.activation is not None or module.scale != 1.0 or module.out_dtype is not None
-    ):
+    if isinstance(module, FusedLayerNorm) and not is_bare(module):
         return None
     if not is_fused(module) or must_be_called(module):
         return None
