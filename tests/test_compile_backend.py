@@ -401,26 +401,27 @@ def test_options_under_plain_compile(device, norm, options, dynamic):
             torch.testing.assert_close(compiled(x, w, options), function(x, w, options))
 
 
-# The module, the shape of its input, and our operators in the graph of a forward pass alone.
-FORWARD_ALONE = {
-    "narrow rows": (lambda: nn.LayerNorm(1024), (3, 1024), 0),
-    "wide rows": (lambda: nn.LayerNorm(1025), (3, 1025), 1),
-    "without parameters": (lambda: nn.LayerNorm(1025, 1e-5, False), (3, 1025), 0),
-    "small groups": (lambda: nn.GroupNorm(1, 4), (1, 4, 256, 256), 0),
-    "large groups": (lambda: nn.GroupNorm(1, 4), (1, 4, 512, 256), 1),
-    "small and SiLU": (lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.SiLU()), (1, 4, 128, 64), 0),
-    "large and SiLU": (lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.SiLU()), (1, 4, 256, 128), 1),
-    "small instances": (lambda: nn.InstanceNorm2d(2), (1, 2, 256, 256), 0),
-    "large instances": (lambda: nn.InstanceNorm2d(2), (1, 2, 512, 512), 1),
+# The module, the shape of its input, and our operators in a graph of training and of a forward pass
+# alone.
+WORTH = {
+    "narrow rows": (lambda: nn.LayerNorm(1024), (3, 1024), 1, 0),
+    "wide rows": (lambda: nn.LayerNorm(1025), (3, 1025), 1, 1),
+    "without parameters": (lambda: nn.LayerNorm(1025, 1e-5, False), (3, 1025), 0, 0),
+    "small groups": (lambda: nn.GroupNorm(1, 4), (1, 4, 256, 256), 1, 0),
+    "large groups": (lambda: nn.GroupNorm(1, 4), (1, 4, 512, 256), 1, 1),
+    "small, SiLU": (lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.SiLU()), (1, 4, 128, 64), 1, 0),
+    "large, SiLU": (lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.SiLU()), (1, 4, 256, 128), 1, 1),
+    "small instances": (lambda: nn.InstanceNorm2d(2), (1, 2, 256, 256), 1, 0),
+    "large instances": (lambda: nn.InstanceNorm2d(2), (1, 2, 512, 512), 1, 1),
 }  # fmt: skip
 
 
 @chooses
 @pytest.mark.cpu_operators
-@pytest.mark.parametrize("name", FORWARD_ALONE)
-def test_swapped_modules_that_are_not_worth_it_forward(device, name):
+@pytest.mark.parametrize("name", WORTH)
+def test_swapped_modules_that_are_not_worth_it(device, name):
     """They are traced as written, where Inductor fuses more than a kernel gains."""
-    make, shape, count = FORWARD_ALONE[name]
+    make, shape, in_training, count = WORTH[name]
     model, x = nn.Sequential(make()).to(device), torch.randn(shape, device=device)
     swapped = fused_layernorm.swap_norms(copy.deepcopy(model), neighbours=True)
 
@@ -430,11 +431,24 @@ def test_swapped_modules_that_are_not_worth_it_forward(device, name):
         torch.testing.assert_close(swapped(x), model(x), rtol=1e-4, atol=1e-4)
         return len(found)
 
-    assert operators(x.clone().requires_grad_()) == 1
+    assert operators(x.clone().requires_grad_()) == in_training
     with torch.no_grad():
         assert operators(x) == count
     swapped.requires_grad_(False)
     assert operators(x) == count, "nothing wants a gradient"
+
+
+@chooses
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize("limit", [0, rules.SMALL])
+def test_a_modulation_of_few_elements_is_left(device, limit, monkeypatch):
+    monkeypatch.setattr(rules, "SMALL", limit)
+    model, inputs = tiny_diffusers.dit()
+    inputs = {name: x.to(device) for name, x in inputs.items()}
+    fused_layernorm.swap_norms(model.eval().to(device))
+    torch._dynamo.reset()
+    found = targets_of(lambda: model(**inputs, return_dict=False)[0])
+    assert ("ada_layer_norm" in found) == (limit == 0)
 
 
 @chooses

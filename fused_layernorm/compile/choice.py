@@ -70,6 +70,12 @@ def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: boo
     return choice_of(x, size, "GROUPS", statistic, wants, has_neighbours=not fuses) == "PYTORCH"
 
 
+def leaves_modulation(x: Tensor) -> bool:
+    """Whether Dynamo traces a swapped norm of x and its modulation as their class writes them."""
+    compiling = torch.compiler.is_dynamo_compiling()
+    return compiling and choice_of(x, x.shape[-1], "MODULATED", "layer") == "PYTORCH"
+
+
 def _choice_for(a: Arguments) -> str:
     if not CHOOSES or a.input.dim() < a.normalized_ndim or a.keeps_order:
         return "KERNEL"
@@ -106,7 +112,8 @@ def choice_of(
     deterministic = torch.are_deterministic_algorithms_enabled()
     # In Dynamo of torch 2.11, int(cols) would be no constant.
     given = (index(cols), has_neighbours, is_apart, True, deterministic, casts, statistic, True)
-    return _choice(fusion, *given, differentiates, has_parameters)
+    is_small = has_static_value(size := prod(x.shape)) and size < rules.SMALL
+    return _choice(fusion, *given, differentiates, has_parameters, is_small)
 
 
 @assume_constant_result

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compile.choice import leaves_modulation
 from ..functional import ada_layer_norm, layer_norm
 from ..ops.arguments import HALF, broadcasts
 from ..ops.family import assume_constant_result
@@ -66,16 +67,18 @@ def _modulated(
 _norms_of = assume_constant_result(lambda cls: cls._known.norms)
 
 
-def derived(self: Any, *args: Any, **kwargs: Any) -> Any:
+def derived(self: Any, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     """The class's own forward with each norm and its modulation in one call of `_modulate`.
 
-    Where a norm must be called, because of a hook for example, it is None: the class's own forward
-    then runs (classes._or_stock).
+    Where a norm must be called, because of a hook for example, or a compiler does better with the
+    class's own forward, it is None: that forward then runs (classes._or_stock).
     """
+    if leaves_modulation(x):
+        return None
     for name in _norms_of(type(self)):
         if result_of(getattr(self, name)) is None:
             return None
-    return self._derived(*args, **kwargs)
+    return self._derived(x, *args, **kwargs)
 
 
 # ---- Their source.
