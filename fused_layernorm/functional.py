@@ -342,7 +342,7 @@ def norm_gated(a: GatedArguments) -> Any:
         arguments.check_types(RMS_NORM_GATED, a)
         arguments.check_choice("gate_activation", a.gate_activation, arguments.GATES)
         x = a.input
-        if x.dim() and choice.choice_of(x, a.group_size or x.shape[-1], "GATED") != "KERNEL":
+        if x.dim() and choice.choice_of(x, a.group_size or x.shape[-1], "GATED", "rms") != "KERNEL":
             return VARIANTS[RMS_NORM_GATED.plain](*a)
     return call(RMS_NORM_GATED, a)
 

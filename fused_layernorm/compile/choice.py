@@ -66,8 +66,8 @@ def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: boo
         return False
     size = prod(x.shape[1:]) // num_groups
     statistic = "instance" if num_groups == x.shape[1] else "layer"
-    wants = needs_grad(x, *others)
-    return choice_of(x, size, "GROUPS", statistic, wants, has_neighbours=not fuses) == "PYTORCH"
+    more = {"differentiates": needs_grad(x, *others), "has_neighbours": not fuses}
+    return choice_of(x, size, "GROUPS", statistic, **more) == "PYTORCH"
 
 
 def leaves_modulation(x: Tensor) -> bool:
@@ -81,24 +81,18 @@ def _choice_for(a: Arguments) -> str:
         return "KERNEL"
     fusion = "RESIDUAL" if a.residual is not None else "ACTIVATED" if a.activation else "PLAIN"
     may_be_cast = fusion == "PLAIN" and a.out_dtype is None and _is_one(a.output_scale)
-    wants = needs_grad(a.input, a.residual, a.weight, a.bias)
-    norm = (a.input, prod(a.normalized_shape), fusion, a.statistic, wants, may_be_cast)
-    return choice_of(*norm, has_parameters=a.weight is not None or a.bias is not None)
+    more = {"differentiates": needs_grad(a.input, a.residual, a.weight, a.bias)}
+    more["has_parameters"] = a.weight is not None or a.bias is not None
+    cols = prod(a.normalized_shape)
+    return choice_of(a.input, cols, fusion, a.statistic, may_be_cast, **more)
 
 
 def choice_of(
-    x: Tensor,
-    cols: int,
-    fusion: str,
-    statistic: str = "rms",
-    differentiates: bool = True,
-    may_be_cast: bool = False,
-    has_neighbours: bool = True,
-    has_parameters: bool = True,
+    x: Tensor, cols: int, fusion: str, statistic: str, may_be_cast: bool = False, **more: bool
 ) -> str:
     """What the rules choose for a norm of x that Dynamo traces; the kernel, if they are not asked.
 
-    `may_be_cast`: autocast casts x for PyTorch's norm, if it is on.
+    may_be_cast: autocast casts x for PyTorch's norm, if it is on. more: fields of rules.Problem.
     """
     if not CHOOSES:
         return "KERNEL"
@@ -107,21 +101,24 @@ def choice_of(
     device, stride = x.device.type, x.stride(-1)
     if device not in rules.DEVICES or not has_static_value(cols):
         return "KERNEL"
-    casts = may_be_cast and has_autocast(device) and torch.is_autocast_enabled(device)
-    is_apart = not has_static_value(stride) or index(stride) != 1
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    more["with_hidden_casts"] = (
+        may_be_cast and has_autocast(device) and torch.is_autocast_enabled(device)
+    )
+    more["is_apart"] = not has_static_value(stride) or index(stride) != 1
+    more["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    more["is_small"] = has_static_value(size := prod(x.shape)) and size < rules.SMALL
     # In Dynamo of torch 2.11, int(cols) would be no constant.
-    given = (index(cols), has_neighbours, is_apart, True, deterministic, casts, statistic, True)
-    is_small = has_static_value(size := prod(x.shape)) and size < rules.SMALL
-    return _choice(fusion, *given, differentiates, has_parameters, is_small)
+    return _choice(fusion, index(cols), statistic=statistic, **more)
 
 
 @assume_constant_result
-def _choice(fusion: str, *given: Any) -> str:
+def _choice(fusion: str, cols: int, **given: Any) -> str:
     # If Dynamo of torch 2.11 traced is_exporting(), it would be true in every graph.
     if torch.compiler.is_exporting():
         return rules.Choice.KERNEL.name
-    return rules.choose(rules.Problem(rules.Fusion[fusion], *given)).choice.name
+    return rules.choose(
+        rules.Problem(rules.Fusion[fusion], cols, is_call=True, **given)
+    ).choice.name
 
 
 @assume_constant_result

@@ -44,7 +44,7 @@ class Problem(NamedTuple):
 
     fusion: Fusion
     cols: int | None
-    has_neighbours: bool  # elementwise operations next to it, which Inductor would fuse
+    has_neighbours: bool = True  # elementwise operations next to it, which Inductor would fuse
     # Whether what is normalized together does not lie side by side, or as Inductor decides.
     is_apart: bool = False
     with_inductor: bool = True  # else the graph runs as it is, uncompiled

@@ -62,7 +62,7 @@ def normalized(
     if out_dtype is None:
         return None
     compiling = calls.is_compiling()
-    if compiling and choice.choice_of(x, x.shape[-1], "PLAIN") == "PYTORCH":
+    if compiling and choice.choice_of(x, x.shape[-1], "PLAIN", "rms") == "PYTORCH":
         return None
     if compiling and keeps_order and x.stride(-1) != 1:
         return None
@@ -249,7 +249,7 @@ def gated(variant: Variant, dtypes: Dtypes, groups: Callable[..., Groups | None]
             if order is None:
                 return None
             x, gate = x.permute(order), gate.permute(order)
-        if compiling and choice.choice_of(x, of.size or x.shape[-1], "GATED") == "PYTORCH":
+        if compiling and choice.choice_of(x, of.size or x.shape[-1], "GATED", "rms") == "PYTORCH":
             return None
         options: Any = (of.gate_first, of.activation, of.size or None, out_dtype)
         a = GatedArguments(x, gate, weight, None, eps, *options, *variant)
