@@ -13,10 +13,10 @@ _torch_release = tuple(int(n) for n in _re.findall(r"\d+", _torch.__version__)[:
 if _torch_release < (2, 10):
     raise ImportError(f"fused_layernorm needs torch >= 2.10; this is {_torch.__version__}")
 
-from . import distributed, ops  # noqa: E402, F401  (DTensor's rules, operators)
-from .compile.backend import VERSION as __version__  # noqa: E402
-from .compile.backend import explain, fuse  # noqa: E402
-from .functional import (  # noqa: E402
+from . import distributed, ops  # noqa: F401  (DTensor's rules, operators)
+from .compile.backend import VERSION as __version__
+from .compile.backend import explain, fuse
+from .functional import (
     ada_layer_norm,
     add_ada_layer_norm,
     add_layer_norm,
@@ -25,16 +25,12 @@ from .functional import (  # noqa: E402
     rms_norm,
     rms_norm_gated,
 )
-from .gated_modules import (  # noqa: E402
-    FusedAdaLayerNorm,
-    FusedAddAdaLayerNorm,
-    FusedRMSNormGated,
-)
-from .groups import FusedGroupNorm, ada_group_norm, group_norm  # noqa: E402
-from .heads import norm_rope, qk_norm_rope, qkv_norm_rope  # noqa: E402
-from .integrations import tools  # noqa: E402, F401
-from .margin import sm_margin  # noqa: E402
-from .modules import (  # noqa: E402
+from .gated_modules import FusedAdaLayerNorm, FusedAddAdaLayerNorm, FusedRMSNormGated
+from .groups import FusedGroupNorm, ada_group_norm, group_norm
+from .heads import norm_rope, qk_norm_rope, qkv_norm_rope
+from .integrations import tools  # noqa: F401
+from .margin import sm_margin
+from .modules import (
     FusedAddLayerNorm,
     FusedAddRMSNorm,
     FusedLayerNorm,
@@ -42,11 +38,11 @@ from .modules import (  # noqa: E402
     FusedRMSNorm,
     FusedRMSNorm2d,
 )
-from .modules import checked as _checked  # noqa: E402
-from .ops.family import decompositions  # noqa: E402
-from .override import override_aten  # noqa: E402
-from .swap.registry import is_fused  # noqa: E402
-from .swap.swapping import (  # noqa: E402
+from .modules import checked as _checked
+from .ops.family import decompositions
+from .override import override_aten
+from .swap.registry import is_fused
+from .swap.swapping import (
     register_swap,
     swap_layer_norm,
     swap_norms,

@@ -101,9 +101,8 @@ def choice_of(
     device, stride = x.device.type, x.stride(-1)
     if device not in rules.DEVICES or not has_static_value(cols):
         return "KERNEL"
-    more["with_hidden_casts"] = (
-        may_be_cast and has_autocast(device) and torch.is_autocast_enabled(device)
-    )
+    casts = may_be_cast and has_autocast(device) and torch.is_autocast_enabled(device)
+    more["with_hidden_casts"] = casts
     more["is_apart"] = not has_static_value(stride) or index(stride) != 1
     more["deterministic"] = torch.are_deterministic_algorithms_enabled()
     more["is_small"] = has_static_value(size := prod(x.shape)) and size < rules.SMALL

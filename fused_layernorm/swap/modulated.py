@@ -73,11 +73,9 @@ def derived(self: Any, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     Where a norm must be called, because of a hook for example, or a compiler does better with the
     class's own forward, it is None: that forward then runs (classes._or_stock).
     """
-    if leaves_modulation(x):
+    norms = _norms_of(type(self))
+    if leaves_modulation(x) or any(result_of(getattr(self, one)) is None for one in norms):
         return None
-    for name in _norms_of(type(self)):
-        if result_of(getattr(self, name)) is None:
-            return None
     return self._derived(x, *args, **kwargs)
 
 
