@@ -115,8 +115,7 @@ class FusedRMSNormGated(FusedRMSNorm):
         super().__init__(hidden_size, eps, elementwise_affine, device, dtype, **options)
         arguments.check_choice("gate_activation", gate_activation, arguments.GATES)
         arguments.check_group_size(group_size, self.normalized_shape[-1])
-        self.gate_first = gate_first
-        self.gate_activation = gate_activation
+        self.gate_first, self.gate_activation = gate_first, gate_activation
         self.group_size = group_size
 
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:

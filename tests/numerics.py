@@ -303,10 +303,6 @@ class Problem(Call):
         return self.shape[len(self.shape) - self.normalized_ndim :]
 
     @property
-    def is_ada(self):
-        return not (self.shift is None and self.scale_by is None and self.gate is None)
-
-    @property
     def cols(self):
         return math.prod(self.normalized_shape)
 
@@ -376,7 +372,8 @@ class Problem(Call):
         rows = [u for u in (t.x, t.residual) if u is not None]
         add = "add_" * (t.residual is not None)
         how: Any = {"normalized_shape": self.normalized_shape, "out_dtype": self.out_dtype}
-        if self.is_ada and self.activation is None and self.scale == 1.0:
+        is_ada = not (self.shift is None and self.scale_by is None and self.gate is None)
+        if is_ada and self.activation is None and self.scale == 1.0:
             given = (*rows, *[t.gate] * bool(add), t.shift, t.scale, t.weight, t.bias, self.eps)
             how |= {"statistic": self.statistic, **options}
             out = getattr(fl, f"{add}ada_layer_norm")(*given, **how)

@@ -764,11 +764,6 @@ def test_forward_is_left_to_inductor(device):
 
 # ---- Graphs of torch.export ---------------------------------------------------------------------
 
-
-def _decomposed(x, shape, weight=None, eps=None):
-    return torch.ops.aten._fused_rms_norm.default(x, shape, weight, eps)[0]
-
-
 # A program, the dtype of its tensors, and the operators that it gets.
 EXPORTED = [
     (GATED_AND_MODULATED, F32, [ADD_ADA]),
@@ -784,8 +779,9 @@ def test_exported_graphs(text, dtype, operators, decomposed):
     program_of.forward = lambda t: function(t)
     program = torch.export.export(program_of, (t,))
     if decomposed:
-        table: Any = {torch.ops.aten.rms_norm.default: _decomposed} if dtype is BF16 else {}
-        program = program.run_decompositions(table)
+        aten = torch.ops.aten
+        table: Any = {aten.rms_norm.default: lambda *given: aten._fused_rms_norm.default(*given)[0]}
+        program = program.run_decompositions(table if dtype is BF16 else {})
     fused = program.module()
     assert fl.fuse(fused, then="eager") is fused
     assert sorted(captured.operators_of(fused)) == operators

@@ -11,7 +11,7 @@ import libraries
 import pytest
 import torch
 from swaps import outcome, same
-from tiny_transformers import bert, gpt2, vit
+from tiny_transformers import SMALL, bert, gpt2, make, tokens, vit
 from torch import nn
 
 import fused_layernorm
@@ -97,3 +97,30 @@ def test_swapped_and_overridden(model_and_inputs, caplog, device, monkeypatch):
         found = outcome(stock, inputs, first)
     assert _calls(device.upper()) - before >= len(norms_of(stock))
     same(found, expected, 1e-5)
+
+
+@pytest.mark.cpu_operators
+def test_a_gated_norm_of_a_model(device):
+    """Backward of the only one is one operator."""
+    stock = make(
+        "Qwen3NextConfig", "Qwen3NextForCausalLM", vocab_size=50, num_key_value_heads=1,
+        head_dim=16, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
+        linear_num_value_heads=4, mlp_only_layers=[0, 1],
+        layer_types=["linear_attention", "full_attention"], **SMALL,
+    ).to(device)  # fmt: skip
+    inputs = {name: tensor.to(device) for name, tensor in tokens().items()}
+    model = fused_layernorm.swap_norms(copy.deepcopy(stock))
+    losses = []
+    for one in (stock, model):
+        with torch.profiler.profile() as profile:
+            loss = one(**inputs).loss
+            loss.backward()
+        losses.append(loss.detach())
+    # On CUDA the kernels: autograd in C++ calls them past the dispatcher, which names operators.
+    operator = "fused_layernorm::rms_norm_gated_backward"
+    called = "gated_backward_kernel" if device == "cuda" else operator
+    assert sum(called in event.name for event in profile.events()) == 1
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4)

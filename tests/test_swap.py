@@ -124,15 +124,10 @@ def test_hooks_stay(device, make):
     assert not calls
 
 
-class Positive(nn.Module):
-    def forward(self, weight):
-        return weight.exp()
-
-
 @pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
 def test_parametrized_modules(device, make):
     model = nn.Sequential(make(8)).to(device)
-    parametrize.register_parametrization(model[0], "weight", Positive())
+    parametrize.register_parametrization(model[0], "weight", nn.Softplus())
     x = torch.randn(3, 8, device=device)
     before, names = model(x), [name for name, _ in model.named_parameters()]
     with pytest.warns(UserWarning, match="it is parametrized, and no predicate accepted it"):
@@ -284,10 +279,6 @@ def changed(module: Any, change):
     return module
 
 
-def with_bias(module):
-    module.bias = nn.Parameter(torch.ones(8))
-
-
 def with_a_forward(module):
     """Libraries that offload or patch modules set one."""
     stock_forward = module.forward
@@ -301,7 +292,8 @@ LEFT: list[tuple[Any, str]] = [
     (lambda: OwnRmsName(8), UNKNOWN), (lambda: OwnGroups(2, 8), UNKNOWN), (SomeLayerNorm, UNKNOWN),
     (FusedRMSNormGated, UNKNOWN), (lambda: nn.BatchNorm2d(8), ""), (nn.LazyInstanceNorm2d, ""),
     (lambda: nn.InstanceNorm2d(8, track_running_stats=True), "it has running statistics"),
-    (lambda: changed(nn.RMSNorm(8), with_bias), "it has a bias"),
+    (lambda: changed(nn.RMSNorm(8), lambda m: setattr(m, "bias", nn.Parameter(torch.ones(8)))),
+     "it has a bias"),
     (lambda: changed(nn.LayerNorm(8), with_a_forward), OWN),
     (lambda: changed(nn.RMSNorm(8), with_a_forward), OWN),
     (lambda: ByHand(4), "the function registered for its class left it"),

@@ -13,10 +13,12 @@ import itertools
 import re
 from typing import Any
 
+import captured
 import pytest
 import swaps
 import torch
 import torch.nn.functional as F
+from compiling import afresh, everywhere  # noqa: F401
 from libraries import class_of
 from swaps import assert_same_roundings, digest, operators_of, results, swapped
 from tiny_transformers import WrittenHere
@@ -417,6 +419,40 @@ def test_what_the_kernels_do_not_take_goes_to_the_class(case, device):
         for module in (norm, new):
             with pytest.raises((RuntimeError, AssertionError)):
                 module(*narrow)
+
+
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize("case", ["rms-qwen3_next_gated", "rms-mamba2_gated"], indirect=True)
+def test_gates_that_only_the_class_takes(case, device):
+    pytest.importorskip("transformers", "5.20", reason="the classes have other sources")
+    _, norm, _ = case
+    new = swapped(norm)
+    x = torch.randn(4, SIZE, device=device)
+    for gate in (x[:1], x[0], torch.randint(9, x.shape, device=device), x.double()):
+        assert torch.allclose(new(x, gate), norm(x, gate), rtol=1e-5, atol=1e-6)
+    for bad in (x[:, :3], "gate"):
+        for module in (norm, new):
+            with pytest.raises((RuntimeError, AttributeError)):
+                module(x, bad)
+
+
+GATED = ("qwen3_next_gated", "qwen4_gated", "mamba2_gated", "falcon_h1_gate_first")
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("case", [f"rms-{name}" for name in GATED], indirect=True)
+def test_the_graph_pass_leaves_the_gate(case, device):
+    pytest.importorskip("transformers", "5.20", reason="the classes have other sources")
+    _, norm, _ = case
+    if hasattr(norm, "n_groups"):
+        norm.n_groups = 4
+    for weight_dtype in (BF16, F32):
+        inputs = arguments_of(norm.to(weight_dtype), torch.randn(2, 16, SIZE).to(BF16))
+        torch._dynamo.reset()
+        y, rows, graphs = captured.run(norm, *inputs)
+        assert captured.operators_of(graphs[0]) == ["layer_norm"] == [row.operator for row in rows]
+        assert_same_roundings(y, norm(*inputs))
 
 
 SHOWN = {"layer": "FusedLayerNorm", "groups": "FusedGroupNorm"}
