@@ -93,7 +93,7 @@ def made_class(
             members |= {} if known.derive is None else known.derive(cls)
             made = make(cls.__name__, (_Swapped, cls), members)
             made.forward = _or_stock(made) if forward is None else _while_as_read(made, forward)
-            made._fused = made.forward
+            made._made_forward = made.forward
             _classes[key] = made
             for tell in told_of_classes:
                 tell(cls, made)
@@ -353,7 +353,7 @@ def is_fused(module: nn.Module) -> bool:
 @assume_constant_result
 def _runs_fused(cls: Any, is_stock_swapped: bool) -> bool:
     if _is_of_swap(cls):
-        return cls.forward is cls._fused and is_as_read(cls)
+        return cls.forward is cls._made_forward and is_as_read(cls)
     if not issubclass(cls, OURS):  # that of the module may have changed, in another thread
         return False
     return not is_stock_swapped or cls._stock.forward is stock.FORWARDS[cls._stock]
