@@ -181,7 +181,7 @@ class FusedGroupNorm(Norm, nn.GroupNorm):
     def _fused(self, input: Tensor) -> Tensor:
         given = self.num_groups, self.weight, self.bias, self.eps
         if self._is_swapped:
-            return group_norm(as_pytorch_reads(input), *given)
+            return group_norm(as_pytorch_reads(input), *given, scale=1.0)
         return group_norm(
             input, *given, activation=self.activation, scale=self.scale, out_dtype=self.out_dtype
         )

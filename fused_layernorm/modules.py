@@ -207,8 +207,9 @@ class FusedLayerNorm(Norm, nn.LayerNorm):
 
     def _fused(self, input: Tensor) -> Tensor:
         shape = self.normalized_shape
-        if self._is_swapped:
-            return layer_norm(input, self.weight, self.bias, self.eps, normalized_shape=shape)
+        if self._is_swapped:  # with a scale: Dynamo may make a symbol of its default
+            given = self.weight, self.bias, self.eps
+            return layer_norm(input, *given, normalized_shape=shape, scale=1.0)
         return layer_norm(
             input, self.weight, self.bias, self.eps, normalized_shape=shape,
             activation=self.activation, scale=self.scale, out_dtype=self.out_dtype,
@@ -277,7 +278,8 @@ class FusedRMSNorm(Norm, nn.RMSNorm):
     def _fused(self, input: Tensor) -> Tensor:
         shape = self.normalized_shape
         if self._is_swapped:
-            return rms_norm(input, self.weight, self.eps, normalized_shape=shape)
+            given: Any = {"normalized_shape": shape, "weight_offset": 0.0, "scale": 1.0}
+            return rms_norm(input, self.weight, self.eps, **given)
         return rms_norm(
             input, self.weight, self.eps, bias=self.bias, normalized_shape=shape,
             weight_offset=self.weight_offset, round_before_weight=self.round_before_weight,

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from captured import llama, model, operators_of, passing, tensors
 from compiling import EAGER, afresh, assert_same, everywhere, recording  # noqa: F401
+from libraries import class_of
 from numerics import covering
 from processes import run
 from swaps import EveryNorm, outcome, same
@@ -440,15 +441,33 @@ def test_swapped_modules_that_are_not_worth_it(device, name):
 
 @chooses
 @pytest.mark.cpu_operators
-@pytest.mark.parametrize("limit", [0, rules.SMALL])
-def test_a_modulation_of_few_elements_is_left(device, limit, monkeypatch):
+@pytest.mark.parametrize(
+    ("width", "affine", "limit", "count"),
+    [(1152, False, rules.SMALL, 0), (1152, False, 0, 1), (1152, True, rules.SMALL, 1),
+     (64, False, rules.SMALL, 1)],
+)  # fmt: skip
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_small_modulation_is_left(device, width, affine, limit, count, dynamic, monkeypatch):
+    """Where PyTorch computes its norm, too. Sizes that are not known count as many elements."""
     monkeypatch.setattr(rules, "SMALL", limit)
-    model, inputs = tiny_diffusers.dit()
-    inputs = {name: x.to(device) for name, x in inputs.items()}
-    fused_layernorm.swap_norms(model.eval().to(device))
+    cls = class_of("diffusers.models.normalization", "AdaLayerNormContinuous")
+    model = nn.Sequential(cls(width, 8, elementwise_affine=affine)).to(device)[0]
+    fused_layernorm.swap_norms(model)
+    x, emb = torch.randn(2, 3, width, device=device), torch.randn(2, 8, device=device)
     torch._dynamo.reset()
-    found = targets_of(lambda: model(**inputs, return_dict=False)[0])
-    assert ("ada_layer_norm" in found) == (limit == 0)
+    found = targets_of(model, x.requires_grad_(), emb, dynamic=dynamic)
+    assert found.count("ada_layer_norm") == max(count, dynamic)
+
+
+@chooses
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(1152, 1e-5, False), lambda: nn.RMSNorm(64)])
+def test_pytorchs_norms_stay_so_with_dynamic_sizes(device, make):
+    """Dynamo makes symbols of numbers that are defaults of a function."""
+    model = fused_layernorm.swap_norms(nn.Sequential(make()).to(device))
+    x = torch.randn(3, *make().normalized_shape, device=device, requires_grad=True)
+    torch._dynamo.reset()
+    assert targets_of(model, x, dynamic=True) == []
 
 
 @chooses

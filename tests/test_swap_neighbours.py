@@ -322,16 +322,19 @@ def test_a_norm_does_not_wait_for_what_may_write_into_its_input(write, device, f
     assert fused == ["silu"]
 
 
-def adaptive():
-    return class_of("diffusers.models.normalization", "AdaLayerNormZero")(16, None)
-
-
 # Modules of which a kernel computes more than the module itself, and their inputs.
 INNER: dict[str, tuple[Any, list[Any]]] = {
     "statements": (Order, [X]),
     "block": (lambda: block()[0], [X, TEMB]),
     "sequence": (lambda: nn.Sequential(nn.InstanceNorm2d(8), nn.LeakyReLU(0.01)), [X]),
-    "modulated": (adaptive, [(2, 5, 16), None, None, None, (2, 16)]),
+    "modulated": (
+        lambda: class_of("diffusers.models.normalization", "AdaLayerNormZero")(16, None),
+        [(2, 5, 16), None, None, None, (2, 16)],
+    ),
+    "by context": (
+        lambda: class_of(U + "unet_kandinsky3", "Kandinsky3ConditionalGroupNorm")(2, 8, 4),
+        [X, (2, 4)],
+    ),
 }
 
 
@@ -345,6 +348,7 @@ def test_hooks_and_another_call_of_all_modules_see_each(name, how, device, monke
     for module in (*stock.children(), *new.children()):
         if how == "class" and "Norm" in type(module).__name__:
             give_own_class(module, lambda: seen.append("norm"))
+            assert not is_fused(module)
 
     def see(self, *args, **kwargs):
         seen.append(type(self).__name__.removeprefix("Fused"))

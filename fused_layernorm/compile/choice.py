@@ -70,10 +70,12 @@ def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: boo
     return choice_of(x, size, "GROUPS", statistic, **more) == "PYTORCH"
 
 
-def leaves_modulation(x: Tensor) -> bool:
+def leaves_modulation(x: Tensor, has_parameters: bool) -> bool:
     """Whether Dynamo traces a swapped norm of x and its modulation as their class writes them."""
-    compiling = torch.compiler.is_dynamo_compiling()
-    return compiling and choice_of(x, x.shape[-1], "MODULATED", "layer") == "PYTORCH"
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    more = {"has_parameters": has_parameters}
+    return choice_of(x, x.shape[-1], "MODULATED", "layer", **more) == "PYTORCH"
 
 
 def _choice_for(a: Arguments) -> str:

@@ -128,7 +128,8 @@ RULES = (
     Rule(Choice.PYTORCH,
         "modulation of few elements: of a training step of DiT, 32 x 256 x 1152, the host takes "
         "17.4 ms so, 18.7 with our kernel, which keeps launches apart, and the GPU 14.8 and 14.5",
-        (Fusion.MODULATED,), None, {"is_call": True, "is_small": True}),
+        (Fusion.MODULATED,), range(1025, 16385),
+        {"is_call": True, "has_parameters": False, "is_small": True}),
     Rule(Choice.KERNEL,
         "modulation: 21 against Inductor's 65 forward, 39 against 84 backward at 64 x 256 x 1152, "
         "with a gate 40 against 77 and 68 against 115; training steps of DiT 5.80 ms stock, 5.50 "

@@ -356,7 +356,9 @@ def _runs_fused(cls: Any, is_stock_swapped: bool) -> bool:
         return cls.forward is cls._made_forward and is_as_read(cls)
     if not issubclass(cls, OURS):  # that of the module may have changed, in another thread
         return False
-    return not is_stock_swapped or cls._stock.forward is stock.FORWARDS[cls._stock]
+    base = cls._stock if is_stock_swapped else None
+    own = base is None or cls.forward is PLAIN[base].forward
+    return own and (base is None or base.forward is stock.FORWARDS[base])
 
 
 def forward_of(cls: Any) -> Forward | None:

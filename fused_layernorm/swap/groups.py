@@ -206,7 +206,8 @@ def ada(self: Any, x: Tensor, emb: Tensor, activation: str | None = None) -> Ten
 def kandinsky3(self: Any, x: Tensor, context: Tensor, activation: str | None = None) -> Any:
     """diffusers' Kandinsky3ConditionalGroupNorm, whose norm has no weight."""
     norm = self.norm
-    if not stock.has_kernels(x) or norm.weight is not None or must_be_called(norm):
+    is_known = stock.has_kernels(x) and is_plain_group_norm(norm) and norm.weight is None
+    if not is_known or must_be_called(norm):
         return None
     numbers = self.context_mlp(context)
     numbers = numbers.reshape(*numbers.shape, *[1] * (x.dim() - 2))

@@ -73,8 +73,9 @@ def derived(self: Any, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     Where a norm must be called, because of a hook for example, or a compiler does better with the
     class's own forward, it is None: that forward then runs (classes._or_stock).
     """
-    norms = _norms_of(type(self))
-    if leaves_modulation(x) or any(result_of(getattr(self, one)) is None for one in norms):
+    norms: Any = [getattr(self, name) for name in _norms_of(type(self))]
+    has_parameters = any(getattr(norm, "weight", None) is not None for norm in norms)
+    if leaves_modulation(x, has_parameters) or any(result_of(norm) is None for norm in norms):
         return None
     return self._derived(x, *args, **kwargs)
 
