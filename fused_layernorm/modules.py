@@ -34,7 +34,9 @@ class Norm(nn.Module):
     """
 
     _stock: Any
-    _fused: Any  # the call of this package's function
+    # The call of this package's function. A swapped module's gives numbers that are defaults, too,
+    # because Dynamo may make symbols of a function's defaults.
+    _fused: Any
     _is_swapped = False
     statistic = "layer"
     weight_offset = 0.0
@@ -140,8 +142,8 @@ def forward_of(
                 module = self.__dict__
                 parameters = module["_parameters"]
                 sizes, weight, eps = module[over], parameters["weight"], module["eps"]
-                bias = None if is_rms and self._is_swapped else parameters["bias"]
                 is_plain = self._is_swapped
+                bias = None if is_rms and is_plain else parameters["bias"]
                 if is_plain and read is not None and type(input) is Tensor:
                     input = read(input)
                 elif not is_plain and self.activation is None and self.out_dtype is None:
@@ -207,7 +209,7 @@ class FusedLayerNorm(Norm, nn.LayerNorm):
 
     def _fused(self, input: Tensor) -> Tensor:
         shape = self.normalized_shape
-        if self._is_swapped:  # with a scale: Dynamo may make a symbol of its default
+        if self._is_swapped:
             given = self.weight, self.bias, self.eps
             return layer_norm(input, *given, normalized_shape=shape, scale=1.0)
         return layer_norm(

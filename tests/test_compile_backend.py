@@ -451,8 +451,7 @@ def test_a_small_modulation_is_left(device, width, affine, limit, count, dynamic
     """Where PyTorch computes its norm, too. Sizes that are not known count as many elements."""
     monkeypatch.setattr(rules, "SMALL", limit)
     cls = class_of("diffusers.models.normalization", "AdaLayerNormContinuous")
-    model = nn.Sequential(cls(width, 8, elementwise_affine=affine)).to(device)[0]
-    fused_layernorm.swap_norms(model)
+    model = fused_layernorm.swap_norms(cls(width, 8, elementwise_affine=affine).to(device))
     x, emb = torch.randn(2, 3, width, device=device), torch.randn(2, 8, device=device)
     torch._dynamo.reset()
     found = targets_of(model, x.requires_grad_(), emb, dynamic=dynamic)

@@ -6,6 +6,7 @@ What surrounds a norm is not known here, so elementwise operations are assumed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from operator import index
 from typing import Any
@@ -70,11 +71,11 @@ def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: boo
     return choice_of(x, size, "GROUPS", statistic, **more) == "PYTORCH"
 
 
-def leaves_modulation(x: Tensor, has_parameters: bool) -> bool:
-    """Whether Dynamo traces a swapped norm of x and its modulation as their class writes them."""
+def leaves_modulation(x: Tensor, norms: Sequence[Any]) -> bool:
+    """Whether Dynamo traces swapped norms and their modulation of x as their class writes them."""
     if not torch.compiler.is_dynamo_compiling():
         return False
-    more = {"has_parameters": has_parameters}
+    more = {"has_parameters": any(getattr(one, "weight", None) is not None for one in norms)}
     return choice_of(x, x.shape[-1], "MODULATED", "layer", **more) == "PYTORCH"
 
 
@@ -117,9 +118,8 @@ def _choice(fusion: str, cols: int, **given: Any) -> str:
     # If Dynamo of torch 2.11 traced is_exporting(), it would be true in every graph.
     if torch.compiler.is_exporting():
         return rules.Choice.KERNEL.name
-    return rules.choose(
-        rules.Problem(rules.Fusion[fusion], cols, is_call=True, **given)
-    ).choice.name
+    problem = rules.Problem(rules.Fusion[fusion], cols, is_call=True, **given)
+    return rules.choose(problem).choice.name
 
 
 @assume_constant_result

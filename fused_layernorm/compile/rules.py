@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 # The device types that the rules are for. Tests add the CPU, where the operators run on PyTorch's.
 DEVICES = {"cuda"}
-SMALL = 1 << 24
+SMALL = 1 << 24  # elements
 
 
 class Fusion(Enum):

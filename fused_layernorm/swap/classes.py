@@ -356,9 +356,10 @@ def _runs_fused(cls: Any, is_stock_swapped: bool) -> bool:
         return cls.forward is cls._made_forward and is_as_read(cls)
     if not issubclass(cls, OURS):  # that of the module may have changed, in another thread
         return False
-    base = cls._stock if is_stock_swapped else None
-    own = base is None or cls.forward is PLAIN[base].forward
-    return own and (base is None or base.forward is stock.FORWARDS[base])
+    if not is_stock_swapped:
+        return True
+    base = cls._stock
+    return cls.forward is PLAIN[base].forward and base.forward is stock.FORWARDS[base]
 
 
 def forward_of(cls: Any) -> Forward | None:

@@ -74,8 +74,7 @@ def derived(self: Any, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     class's own forward, it is None: that forward then runs (classes._or_stock).
     """
     norms: Any = [getattr(self, name) for name in _norms_of(type(self))]
-    has_parameters = any(getattr(norm, "weight", None) is not None for norm in norms)
-    if leaves_modulation(x, has_parameters) or any(result_of(norm) is None for norm in norms):
+    if leaves_modulation(x, norms) or any(result_of(norm) is None for norm in norms):
         return None
     return self._derived(x, *args, **kwargs)
 
