@@ -15,7 +15,7 @@ from tiny_diffusers import cogvideox, dit, flux, pixart, sd3, sd35, unet, wan
 from torch import nn
 
 import fused_layernorm
-from fused_layernorm import functional, is_fused, swap_layer_norm, unswap_layer_norm
+from fused_layernorm import is_fused, swap_layer_norm, unswap_layer_norm
 from fused_layernorm.swap import modulated as swap_modulated
 
 libraries.get("diffusers")  # or all tests here are skipped
@@ -145,14 +145,19 @@ def test_same_results(name, dtype, x_dtype, autocast, device, calls):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The arguments of each call of ada_layer_norm by swapped modules."""
+    """The arguments of each call of ada_layer_norm, or of its operator, by swapped modules."""
     found = []
 
-    def call(*args, **kwargs):
-        found.append(args)
-        return functional.ada_layer_norm(*args, **kwargs)
+    def recorded(function):
+        def call(*args, **kwargs):
+            y = function(*args, **kwargs)
+            found.extend([args] * (y is not None))
+            return y
 
-    monkeypatch.setattr(swap_modulated, "ada_layer_norm", call)
+        return call
+
+    for name in ("ada_layer_norm", "call_directly"):
+        monkeypatch.setattr(swap_modulated, name, recorded(getattr(swap_modulated, name)))
     return found
 
 

@@ -72,9 +72,7 @@ def leaves_groups(x: Tensor, num_groups: int, *others: Tensor | None, fuses: boo
 
 
 def leaves_modulation(x: Tensor, norms: Sequence[Any]) -> bool:
-    """Whether Dynamo traces swapped norms and their modulation of x as their class writes them."""
-    if not torch.compiler.is_dynamo_compiling():
-        return False
+    """Whether Dynamo is to trace swapped norms of x and their modulation as their class does."""
     more = {"has_parameters": any(getattr(one, "weight", None) is not None for one in norms)}
     return choice_of(x, x.shape[-1], "MODULATED", "layer", **more) == "PYTORCH"
 

@@ -175,4 +175,4 @@ def choose(problem: Problem) -> Rule:
 
 def digest() -> str:
     """A digest that changes with the rules, for the keys of caches."""
-    return hashlib.sha256(repr((RULES, sorted(DEVICES))).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((RULES, SMALL, sorted(DEVICES))).encode()).hexdigest()[:16]

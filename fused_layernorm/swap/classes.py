@@ -168,11 +168,12 @@ def _or_stock(swapped: Any) -> Forward:
         is_read = read is None or cls.forward is read
         return is_read and (not has_others or is_as_read(swapped)) and isinstance(self, swapped)
 
-    def is_plain(self: Any, x: Any) -> bool:
-        """What follows from are_supported for the most common call, in a third of its time."""
+    def is_plain(self: Any, x: Any, others: Any = ()) -> bool:
+        """What follows from are_supported for the most common calls, in a third of its time."""
         return (
             type(x) is Tensor
-            and not (has_torch_function_variadic(x, *self._parameters.values()) or x.is_nested)
+            and not has_torch_function_variadic(x, *others, *self._parameters.values())
+            and not x.is_nested
             and F.layer_norm is stock.layer_norm
             and F.rms_norm is stock.rms_norm
             and is_known(self)
@@ -208,11 +209,14 @@ def _or_stock(swapped: Any) -> Forward:
     def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
         # Asked first: under such a mode each access to a tensor costs the host microseconds.
         is_foreign = not is_compiling() and (count := modes()) and has_foreign_mode(count)
-        if not (is_foreign or rest or kwargs) and is_plain(self, x):
-            found = fused(self, x)
-            return (cls.forward if own is None else own)(self, x) if found is None else found
+        others = (*rest, *kwargs.values()) if rest or kwargs else ()
+        known = not is_foreign and is_plain(self, x, others)
+        if known:
+            found = fused(self, x, *rest, **kwargs) if others else fused(self, x)
+            if found is not None:
+                return found
         args = () if x is None and not rest else (x, *rest)
-        if is_foreign:
+        if is_foreign or known:
             return (cls.forward if own is None else own)(self, *args, **kwargs)
         return of_any_call(self, args, kwargs)
 
@@ -239,19 +243,24 @@ if getattr(_CALL, "__globals__", None) is not vars(_modules):  # somebody has re
 
 
 @assume_constant_result
-def _has_own_call(cls: type[nn.Module]) -> bool:
+def has_own_call(cls: type[nn.Module]) -> bool:
     """Whether another __call__ than nn.Module's runs; that of torch.fx takes a kernel as it is."""
     call: Any = cls.__call__
-    names = getattr(call, "__globals__", {})
-    return call is not _CALL and not names.get("__name__", "").startswith("torch.fx.")
+    if call is _CALL:
+        return False
+    return not getattr(call, "__globals__", {}).get("__name__", "").startswith("torch.fx.")
 
 
 def must_be_called(module: Any) -> bool:
     """Whether a call of the module runs a hook, or a forward of its own, as offloading leaves."""
+    return has_own_call(type(module)) or runs_hooks(module)
+
+
+def runs_hooks(module: Any) -> bool:
+    """`must_be_called`, but for what the module's class says."""
     _ = module.forward  # Dynamo guards that the instance has none; to ask its __dict__ is no guard
     return bool(
-        _has_own_call(type(module))
-        or module._forward_hooks
+        module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
@@ -347,12 +356,13 @@ KINDS |= dict.fromkeys((stock.GroupNorm, *stock.InstanceNorms), "group")
 def is_fused(module: nn.Module) -> bool:
     """Whether a call of the module runs the fused forward: neither it nor its class got another."""
     own = module.__dict__
-    return "forward" not in own and _runs_fused(type(module), "_is_swapped" in own)
+    return "forward" not in own and runs_fused(type(module), "_is_swapped" in own)
 
 
 @assume_constant_result
-def _runs_fused(cls: Any, is_stock_swapped: bool) -> bool:
-    if _is_of_swap(cls):
+def runs_fused(cls: Any, is_stock_swapped: bool) -> bool:
+    """`is_fused`, as far as the class says it, of a module that is marked as swapped or not."""
+    if hasattr(cls, "_swapped_from"):
         return cls.forward is cls._made_forward and is_as_read(cls)
     if not issubclass(cls, OURS):  # that of the module may have changed, in another thread
         return False

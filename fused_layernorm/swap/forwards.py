@@ -21,7 +21,7 @@ from ..modules import FusedLayerNorm, is_bare
 from ..ops.arguments import HALF
 from ..ops.family import assume_constant_result
 from ..stock import are_supported, dtypes_are_supported
-from .classes import Forward, forward_of, is_fused, must_be_called
+from .classes import Forward, forward_of, has_own_call, runs_fused, runs_hooks
 
 # torch.fx.symbolic_trace records each of these as one call (modules.py).
 for _traced in ("layer_norm", "_in_input_dtype", "_float32_without_bias", "_in_promoted_dtype"):
@@ -37,6 +37,15 @@ def parameter(module: Any, name: str) -> Any:
         return module._parameters[name]
     except KeyError:
         return getattr(module, name)
+
+
+def parameters(module: Any) -> tuple[Any, Any]:
+    """weight and bias, as `parameter` gives them."""
+    try:
+        found = module._parameters
+        return found["weight"], found["bias"]
+    except KeyError:
+        return module.weight, module.bias
 
 
 def matched(
@@ -170,7 +179,7 @@ channels_first_by_hand = norm(dtype="widened", shape=None, dim=1)
 
 def of_layer_norm(self: Any, input: Tensor) -> Tensor | None:
     """What calls F.layer_norm, as subclasses of nn.LayerNorm that a predicate accepted."""
-    weight, bias = parameter(self, "weight"), parameter(self, "bias")
+    weight, bias = parameters(self)
     if self.eps != self.eps or not dtypes_are_supported(input, weight, bias):
         return None
     return layer_norm(input, weight, bias, self.eps, normalized_shape=tuple(self.normalized_shape))
@@ -180,23 +189,25 @@ OF_ATTRIBUTES[of_layer_norm] = ""
 
 
 @assume_constant_result
-def result_of_class(cls: Any) -> str | None:
-    """`result_of`, as far as the class says it."""
-    own = cls.forward is FusedLayerNorm.forward
-    return "" if own else OF_ATTRIBUTES.get(forward_of(cls))
+def result_of_class(cls: Any, is_swapped: bool) -> str | None:
+    """`result_of`, as far as the class says it, of a module that is marked as swapped or not."""
+    if has_own_call(cls) or not runs_fused(cls, is_swapped):
+        return None
+    return "" if cls.forward is FusedLayerNorm.forward else OF_ATTRIBUTES.get(forward_of(cls))
 
 
 def result_of(module: Any) -> str | None:
     """The dtype of a norm's result, as `norm` takes it, if a call of the module computes
     F.layer_norm of its attributes and runs nothing else; None if it may not."""
-    result = result_of_class(type(module))
-    if result is None or module.__dict__.get("_fast_norm", False):
+    own = module.__dict__
+    is_swapped = "_is_swapped" in own
+    result = result_of_class(type(module), is_swapped)
+    if result is None or own.get("_fast_norm", False) or runs_hooks(module):
         return None
-    if isinstance(module, FusedLayerNorm) and not is_bare(module):
+    if not is_swapped and isinstance(module, FusedLayerNorm) and not is_bare(module):
         return None
-    if not is_fused(module) or must_be_called(module):
-        return None
-    return result if are_supported(parameter(module, "weight"), parameter(module, "bias")) else None
+    weight, bias = parameters(module)
+    return result if weight is None is bias or are_supported(weight, bias) else None
 
 
 def weight_plus_one_outside_autocast(self: Any, input: Tensor) -> Tensor | None:

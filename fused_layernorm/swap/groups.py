@@ -23,7 +23,7 @@ from ..ops import autograd
 from ..ops.family import assume_constant_result
 from ..ops.formulas import activate
 from .classes import Forward, must_be_called
-from .forwards import parameter
+from .forwards import parameters
 
 # torch.fx.symbolic_trace records each of these as one call.
 torch.fx.wrap("group_norm")
@@ -99,7 +99,7 @@ def of_group_norm(
 
     `read` gives the input in the order of memory of the result.
     """
-    weight, bias = parameter(self, "weight"), parameter(self, "bias")
+    weight, bias = parameters(self)
     if not _is_supported(self.eps, input, weight, bias) or has_one_value(input, self.num_groups):
         return None
     if choice.leaves_groups(input, self.num_groups, weight, bias, fuses=activation is not None):
@@ -110,7 +110,7 @@ def of_group_norm(
 def instance_norm(self: Any, input: Tensor, activation: str | None = None) -> Tensor | None:
     """Without running statistics; what the class refuses, or warns of, is its own, and so is an eps
     of zero: PyTorch's batch norm, which it calls, has 0 for the rstd of a constant channel then."""
-    weight, bias = parameter(self, "weight"), parameter(self, "bias")
+    weight, bias = parameters(self)
     if not stock.has_kernels(input) or input.dim() != self._get_no_batch_dim() + 1 or self.eps == 0:
         return None
     if not _is_supported(self.eps, input, weight, bias) or has_running_statistics(self):

@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..calls import call_directly, is_compiling
 from ..compile.choice import leaves_modulation
 from ..functional import ada_layer_norm, layer_norm
+from ..modules import FusedLayerNorm
 from ..ops.arguments import HALF, broadcasts
 from ..ops.family import assume_constant_result
+from ..ops.operators import ADA_LAYER_NORM
 from . import source
-from .forwards import matched, parameter, result_of, result_of_class
+from .forwards import matched, parameters, result_of, result_of_class
 from .rewrite import Rewriter, Rules, Template, attribute_of_self, postpone
 
 torch.fx.wrap("_modulated")
@@ -28,10 +31,22 @@ torch.fx.wrap("_modulated")
 
 def _modulate(norm: Any, x: Tensor, shift: Any, scale: Any, dtype: torch.dtype | None) -> Tensor:
     """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, or if None the norm's own."""
-    if dtype is None and result_of_class(type(norm)):
+    if dtype is None and type(norm) is not FusedLayerNorm and result_of_class(type(norm), False):
         dtype = x.dtype
-    parameters = parameter(norm, "weight"), parameter(norm, "bias")
-    return _modulated(x, shift, scale, *parameters, norm.eps, norm.normalized_shape, dtype)
+    weight, bias = parameters(norm)
+    eps, shape, own = norm.eps, norm.normalized_shape, x.dtype
+    # The shortest way for the host, where all have one dtype. The operator checks the rest.
+    if (
+        (dtype is None or dtype is own)
+        and (shift is None or shift.dtype is own)
+        and (scale is None or scale.dtype is own)
+        and (weight is None or weight.dtype is own)
+        and x.shape[-len(shape) :] == shape
+    ):
+        given = len(shape), shift, scale, weight, bias, eps, dtype
+        if (y := call_directly(ADA_LAYER_NORM, x, *given)) is not None:
+            return y
+    return _modulated(x, shift, scale, weight, bias, eps, shape, dtype)
 
 
 def _modulated(
@@ -46,14 +61,15 @@ def _modulated(
 ) -> Tensor:
     """The result has the dtype of PyTorch's own norm(x) * (1 + scale) + shift, in which autocast
     makes norm(x) float32, except on the CPU."""
-    device, modulations = x.device.type, [one for one in (shift, scale) if one is not None]
+    device = x.device.type
+    options: Any = {"normalized_shape": normalized_shape}
     is_widened = x.dtype in HALF and device != "cpu" and torch.is_autocast_enabled(device)
     out_dtype = norm_dtype or (torch.float32 if is_widened else x.dtype)
+    x, weight, bias = matched(x, weight, bias)
+    modulations = [one for one in (shift, scale) if one is not None]
     for one in modulations:
         out_dtype = torch.promote_types(out_dtype, one.dtype)
-    x, weight, bias = matched(x, weight, bias)
     is_double = x.dtype == torch.float64
-    options: Any = {"normalized_shape": normalized_shape}
     if not all((is_double or m.dtype != torch.float64) and broadcasts(m, x) for m in modulations):
         y = layer_norm(x, weight, bias, eps, out_dtype=norm_dtype, **options)
         y = y if scale is None else y * (1 + scale)
@@ -73,9 +89,12 @@ def derived(self: Any, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     Where a norm must be called, because of a hook for example, or a compiler does better with the
     class's own forward, it is None: that forward then runs (classes._or_stock).
     """
-    norms: Any = [getattr(self, name) for name in _norms_of(type(self))]
-    if leaves_modulation(x, norms) or any(result_of(norm) is None for norm in norms):
+    names = _norms_of(type(self))
+    if is_compiling() and leaves_modulation(x, [getattr(self, name) for name in names]):
         return None
+    for name in names:
+        if result_of(getattr(self, name)) is None:
+            return None
     return self._derived(x, *args, **kwargs)
 
 
