@@ -31,8 +31,9 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 # By this number, which nobody else writes, a call of PyTorch's function leads to our kernels
 # (csrc/per_torch/override.h): torch.layer_norm and torch.rms_norm get it behind normalized_shape's
 # sizes, torch.group_norm added to the number of groups. An operator of ours takes the host longer.
+# By the next number torch.layer_norm leads to the modulated norm.
 ASKS = -(2**62)
-_BEHIND_SIZES = (ASKS,)
+_BEHIND_SIZES, _MODULATED = (ASKS,), (ASKS + 1,)
 
 _OWN = (Parameter, type(None), Tensor)
 
@@ -89,6 +90,24 @@ def plain(
             return None
         given = (is_rms, input, over, weight, bias, eps, is_group)
         raise arguments.explain(error, given, _check_plain) from None
+
+
+def plain_modulated(input: Any, shape: tuple[int, ...], shift: Any, scale: Any, eps: float) -> Any:
+    """layer_norm(input) * (1 + scale) + shift on CUDA, called in the same way; None for tensors
+    of several dtypes, and where `run` must decide."""
+    if is_compiling() or type(input) is not Tensor or not input.is_cuda:
+        return None
+    dtype = input.dtype
+    for one in (shift, scale):  # C++ refuses others, too, but to raise takes the host long
+        if one is not None and (type(one) not in _OWN or one.dtype is not dtype):
+            return None
+    is_seen = function_modes() or _dispatch_modes() or _is_tracing() or _in_transform()
+    if is_seen or not autograd_library.active:
+        return None
+    try:
+        return torch.layer_norm(input, shape + _MODULATED, scale, shift, eps)
+    except (RuntimeError, TypeError, ValueError):  # `run` says what is wrong, if anything is
+        return None
 
 
 # What csrc/per_torch says of a call that the kernels do not take. Where that is not reached,
@@ -164,17 +183,6 @@ def call(family: Family, a: Any, in_pytorch: Any = None) -> Any:
         return family.call(a)
     except Exception as error:
         raise arguments.explain(error, a, family.check) from None
-
-
-def call_directly(family: Family, input: Tensor, *more: Any) -> Any:
-    """A call on CUDA by the operator's arguments, described and checked by nobody else, in a third
-    of the host's time. None where the operator refuses them, or something is to see `call`."""
-    if not input.is_cuda or is_compiling() or _dispatch_modes() or _is_tracing():
-        return None
-    try:
-        return family.plain._op(input, *more)
-    except (RuntimeError, TypeError, ValueError):
-        return None
 
 
 def as_autocast_makes(a: Arguments) -> Arguments:

@@ -385,6 +385,35 @@ def test_serves_who_asks_behind_the_shape(device, override, norm):
             close(norm(x, (8, ASKS)), norm(x, (8,)))
 
 
+def test_serves_who_asks_for_a_modulation(device, override):
+    """layer_norm takes scale and shift in the place of weight and bias."""
+    with override():  # on the CPU it registers the kernels
+        pass
+    x, scale, shift = given = [
+        torch.randn(shape, device=device, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 3, 8), (2, 1, 8), (8,))
+    ]
+
+    def asked(shape=8, scale=scale, shift=shift):
+        return torch.layer_norm(x, (shape, ASKS + 1), scale, shift)
+
+    y, expected = asked(), F.layer_norm(x, (8,)) * (1 + scale) + shift
+    assert "FusedAda" in node(y)
+    dy = torch.randn_like(y)
+    for one, other in zip(*(torch.autograd.grad(z, given, dy) for z in (y, expected)), strict=True):
+        close(one, other, torch.float64)
+    for one in (torch.no_grad, torch.inference_mode):
+        with one():
+            close(asked(), expected, torch.float64)
+            close(asked(scale=None), F.layer_norm(x, (8,)) + shift, torch.float64)
+    with Calls() as seen:
+        asked(shift=None)
+    assert "ada_layer_norm" in str(seen.names), "modes see our operator"
+    for bad in ({"shape": 4}, {"scale": scale.float()}, {"shift": torch.ones(3, 2, 3, 8).to(x)}):
+        with pytest.raises(ValueError, match="do not take"):
+            asked(**bad)
+
+
 def test_prints_nothing():
     # PyTorch warns on stderr of kernels that replace others. These must cause no such warning.
     code = """

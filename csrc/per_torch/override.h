@@ -15,11 +15,12 @@
 //
 // The kernels are registered when the library is loaded, because this package calls them itself: no
 // other call from Python takes the host as little time. It asks for our kernels, whatever the flag
-// says, by a number that nobody else writes (kAsks).
+// says, by a number that nobody else writes (kAsks), also for a modulated norm (kAsksModulated).
 //
 // The CPU's keys are for tests: there composite operators stand for the kernels.
 #pragma once
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/layer_norm_ops.h>
 #include <ATen/ops/rms_norm.h>
@@ -30,6 +31,8 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "base/chip.h"
@@ -83,15 +86,38 @@ struct RowsNorm {
   }
 };
 
+// The modulated norm that layer_norm is asked for, of scale and shift in the place of weight and
+// bias.
+struct ModulatedNorm : RowsNorm {
+  using Op = Operator<schemas::AdaLayerNorm>;
+  bool is_taken(Beside /*beside*/) const {
+    const auto takes = [&](const OptionalTensor& m) {
+      return !m || (m->scalar_type() == x.scalar_type() && m->device() == x.device() &&
+                    at::is_expandable_to(m->sizes(), x.sizes()));
+    };
+    return shape && takes_input(x, *shape) && takes(weight) && takes(bias) && !std::isnan(*eps);
+  }
+};
+inline ForwardCall call_of(const ModulatedNorm& norm, const Tensor& input) {
+  ForwardCall call = call_of<RowsNorm>(norm, input);
+  call.scale = std::exchange(call.weight, nullptr);
+  call.shift = std::exchange(call.bias, nullptr);
+  return call;
+}
+
 // ---- PyTorch's norms: what they are given, and what becomes of a call.
 
 // By this a caller asks for our kernels (calls.ASKS): it stands behind the sizes of
 // normalized_shape, or is added to the number of groups. PyTorch refuses a call that does not come
 // here. Smaller numbers would cost an allocation: c10::SymInt does not hold them itself.
 constexpr int64_t kAsks = -(int64_t{1} << 62);
+constexpr int64_t kAsksModulated = kAsks + 1;  // of layer_norm alone
 
+inline bool asks_modulated(c10::SymIntArrayRef shape) {
+  return !shape.empty() && shape.back().maybe_as_int() == kAsksModulated;
+}
 inline bool asks(c10::SymIntArrayRef shape) {
-  return !shape.empty() && shape.back().maybe_as_int() == kAsks;
+  return asks_modulated(shape) || (!shape.empty() && shape.back().maybe_as_int() == kAsks);
 }
 
 inline bool asks(int64_t groups) { return kAsks < groups && groups <= kAsks + kMostExtent; }
@@ -122,6 +148,12 @@ struct AtenNorm<Aten, Tensor(const Tensor&, Second, Rest...)> {
   template <c10::DeviceType device, bool kUnderAutocast>
   static Tensor at_autograd(DispatchKeySet keys, const Tensor& x, Second second, Rest... rest) {
     const bool asked = asks(second);
+    if constexpr (std::is_same_v<Aten, at::_ops::layer_norm>) {
+      if (asked && asks_modulated(second)) {
+        const ModulatedNorm norm = {norm_of(x, second, rest...)};
+        return by_kernel<device, kUnderAutocast>(keys, norm, asked);
+      }
+    }
     if (asked || is_on<device>()) {
       const Tensor y = by_kernel<device, kUnderAutocast>(keys, norm_of(x, second, rest...), asked);
       if (y.defined()) return y;
@@ -130,6 +162,9 @@ struct AtenNorm<Aten, Tensor(const Tensor&, Second, Rest...)> {
   }
   // What inference mode leads to, which skips autograd's keys. One kernel serves all devices.
   static Tensor at_select(DispatchKeySet keys, const Tensor& x, Second second, Rest... rest) {
+    if constexpr (std::is_same_v<Aten, at::_ops::layer_norm>) {
+      if (asks_modulated(second)) return by_operator(ModulatedNorm{norm_of(x, second, rest...)});
+    }
     if (asks(second) && x.is_cuda()) return by_operator(norm_of(x, second, rest...));
     Tensor y;
     if (x.is_cuda() && is_on<at::kCUDA>()) {
