@@ -7,6 +7,7 @@ A call is described once, by `Arguments`, and `run` hands the description on. Be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,9 +32,10 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 # By this number, which nobody else writes, a call of PyTorch's function leads to our kernels
 # (csrc/per_torch/override.h): torch.layer_norm and torch.rms_norm get it behind normalized_shape's
 # sizes, torch.group_norm added to the number of groups. An operator of ours takes the host longer.
-# By the next number torch.layer_norm leads to the modulated norm.
+# By ASKS_MODULATED torch.layer_norm leads to the modulated norm.
 ASKS = -(2**62)
-_BEHIND_SIZES, _MODULATED = (ASKS,), (ASKS + 1,)
+ASKS_MODULATED = ASKS + 1
+_BEHIND_SIZES = (ASKS,)
 
 _OWN = (Parameter, type(None), Tensor)
 
@@ -92,22 +94,23 @@ def plain(
         raise arguments.explain(error, given, _check_plain) from None
 
 
-def plain_modulated(input: Any, shape: tuple[int, ...], shift: Any, scale: Any, eps: float) -> Any:
-    """layer_norm(input) * (1 + scale) + shift on CUDA, called in the same way; None for tensors
-    of several dtypes, and where `run` must decide."""
-    if is_compiling() or type(input) is not Tensor or not input.is_cuda:
+def plain_modulated(
+    input: Any, shape: Sequence[int], shift: Any, scale: Any, eps: float
+) -> Tensor | None:
+    """layer_norm(input) * (1 + scale) + shift by PyTorch's function, on CUDA, as `plain` calls it;
+    None where `run` must decide, and of tensors of several dtypes."""
+    if is_compiling() or function_modes() or not autograd_library.active:
         return None
-    dtype = input.dtype
-    for one in (shift, scale):  # C++ refuses others, too, but to raise takes the host long
-        if one is not None and (type(one) not in _OWN or one.dtype is not dtype):
-            return None
-    is_seen = function_modes() or _dispatch_modes() or _is_tracing() or _in_transform()
-    if is_seen or not autograd_library.active:
+    if type(input) is not Tensor or type(shift) not in _OWN or type(scale) not in _OWN:
+        return None
+    if not input.is_cuda or _dispatch_modes() or _is_tracing() or _in_transform():
         return None
     try:
-        return torch.layer_norm(input, shape + _MODULATED, scale, shift, eps)
-    except (RuntimeError, TypeError, ValueError):  # `run` says what is wrong, if anything is
-        return None
+        return torch.layer_norm(input, (*shape, ASKS_MODULATED), scale, shift, eps)
+    except RuntimeError as error:
+        if _NUMBER in str(error):
+            return None
+        raise arguments.out_of_memory(error) from None
 
 
 # What csrc/per_torch says of a call that the kernels do not take. Where that is not reached,

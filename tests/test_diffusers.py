@@ -230,6 +230,31 @@ def test_a_norm_that_computes_something_else_is_called(how, name, device, calls)
     assert not calls
 
 
+@pytest.mark.parametrize("how", ["activation", "forward"])
+@torch.no_grad()
+def test_a_change_of_the_norm_after_compilation_counts(how, device):
+    module, inputs = make("zero", device)
+    new = swapped(module)
+    torch._dynamo.reset()
+    compiled = torch.compile(new, backend="eager")
+    compiled(**inputs)
+    CHANGES[how](new)
+    torch.testing.assert_close(compiled(**inputs)[0], new(**inputs)[0])
+
+
+def test_an_error_of_a_hook_on_saved_tensors_is_raised(device):
+    module, inputs = make("zero", device)
+
+    def pack(tensor):
+        if tensor.shape == X:  # what the norm saves
+            raise ValueError("of the hook")
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, pytest.raises(ValueError, match="of the hook"):
+        swapped(module)(**inputs)
+
+
 # ---- What is not swapped.
 
 

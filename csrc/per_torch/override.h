@@ -86,14 +86,14 @@ struct RowsNorm {
   }
 };
 
-// The modulated norm that layer_norm is asked for, of scale and shift in the place of weight and
-// bias.
+// The modulated norm that layer_norm is asked for: scale stands in the place of weight, shift in
+// that of bias.
 struct ModulatedNorm : RowsNorm {
   using Op = Operator<schemas::AdaLayerNorm>;
   bool is_taken(Beside /*beside*/) const {
     const auto takes = [&](const OptionalTensor& m) {
-      return !m || (m->scalar_type() == x.scalar_type() && m->device() == x.device() &&
-                    at::is_expandable_to(m->sizes(), x.sizes()));
+      return !address_of(m) || (m->scalar_type() == x.scalar_type() && m->device() == x.device() &&
+                                at::is_expandable_to(m->sizes(), x.sizes()));
     };
     return shape && takes_input(x, *shape) && takes(weight) && takes(bias) && !std::isnan(*eps);
   }
@@ -111,13 +111,12 @@ inline ForwardCall call_of(const ModulatedNorm& norm, const Tensor& input) {
 // normalized_shape, or is added to the number of groups. PyTorch refuses a call that does not come
 // here. Smaller numbers would cost an allocation: c10::SymInt does not hold them itself.
 constexpr int64_t kAsks = -(int64_t{1} << 62);
-constexpr int64_t kAsksModulated = kAsks + 1;  // of layer_norm alone
-
-inline bool asks_modulated(c10::SymIntArrayRef shape) {
-  return !shape.empty() && shape.back().maybe_as_int() == kAsksModulated;
-}
-inline bool asks(c10::SymIntArrayRef shape) {
-  return asks_modulated(shape) || (!shape.empty() && shape.back().maybe_as_int() == kAsks);
+// By this one, behind the sizes that layer_norm gets, for a modulated norm. What the kernels do not
+// take of these is given back: the result is undefined, None in Python, which takes the host less
+// than to raise.
+constexpr int64_t kAsksModulated = kAsks + 1;
+inline bool asks(c10::SymIntArrayRef shape, int64_t number = kAsks) {
+  return !shape.empty() && shape.back().maybe_as_int() == number;
 }
 
 inline bool asks(int64_t groups) { return kAsks < groups && groups <= kAsks + kMostExtent; }
@@ -129,6 +128,11 @@ inline std::optional<at::IntArrayRef> sizes_of(c10::SymIntArrayRef shape) {
 inline RowsNorm norm_of(const Tensor& x, c10::SymIntArrayRef shape, const OptionalTensor& weight,
                         const OptionalTensor& bias, double eps, bool /*cudnn_enable*/) {
   return {x, sizes_of(shape), weight, bias, eps, /*is_rms=*/false};
+}
+inline ModulatedNorm modulated_of(const Tensor& x, c10::SymIntArrayRef shape,
+                                  const OptionalTensor& scale, const OptionalTensor& shift,
+                                  double eps, bool cudnn_enable) {
+  return {norm_of(x, shape.slice(0, shape.size() - 1), scale, shift, eps, cudnn_enable)};
 }
 inline RowsNorm norm_of(const Tensor& x, c10::SymIntArrayRef shape, const OptionalTensor& weight,
                         std::optional<double> eps) {
@@ -145,13 +149,15 @@ template <class Aten, class Schema = typename Aten::schema>
 struct AtenNorm;
 template <class Aten, class Second, class... Rest>
 struct AtenNorm<Aten, Tensor(const Tensor&, Second, Rest...)> {
+  static constexpr bool kIsLayerNorm = std::is_same_v<Aten, at::_ops::layer_norm>;
   template <c10::DeviceType device, bool kUnderAutocast>
   static Tensor at_autograd(DispatchKeySet keys, const Tensor& x, Second second, Rest... rest) {
     const bool asked = asks(second);
-    if constexpr (std::is_same_v<Aten, at::_ops::layer_norm>) {
-      if (asked && asks_modulated(second)) {
-        const ModulatedNorm norm = {norm_of(x, second, rest...)};
-        return by_kernel<device, kUnderAutocast>(keys, norm, asked);
+    if constexpr (kIsLayerNorm) {
+      if (asks(second, kAsksModulated)) {
+        const ModulatedNorm norm = modulated_of(x, second, rest...);
+        const bool is_taken = norm.is_taken(Beside::kSame);
+        return is_taken ? by_kernel<device, kUnderAutocast>(keys, norm, /*asked=*/true) : Tensor();
       }
     }
     if (asked || is_on<device>()) {
@@ -162,8 +168,11 @@ struct AtenNorm<Aten, Tensor(const Tensor&, Second, Rest...)> {
   }
   // What inference mode leads to, which skips autograd's keys. One kernel serves all devices.
   static Tensor at_select(DispatchKeySet keys, const Tensor& x, Second second, Rest... rest) {
-    if constexpr (std::is_same_v<Aten, at::_ops::layer_norm>) {
-      if (asks_modulated(second)) return by_operator(ModulatedNorm{norm_of(x, second, rest...)});
+    if constexpr (kIsLayerNorm) {
+      if (asks(second, kAsksModulated) && x.is_cuda()) {
+        const ModulatedNorm norm = modulated_of(x, second, rest...);
+        return norm.is_taken(Beside::kSame) ? by_operator(norm) : Tensor();
+      }
     }
     if (asks(second) && x.is_cuda()) return by_operator(norm_of(x, second, rest...));
     Tensor y;

@@ -169,7 +169,8 @@ def _or_stock(swapped: Any) -> Forward:
         return is_read and (not has_others or is_as_read(swapped)) and isinstance(self, swapped)
 
     def is_plain(self: Any, x: Any, others: Any = ()) -> bool:
-        """What follows from are_supported for the most common calls, in a third of its time."""
+        """Whether is_known and are_supported hold, told of the most common calls in a third of the
+        time."""
         return (
             type(x) is Tensor
             and not has_torch_function_variadic(x, *others, *self._parameters.values())
@@ -210,13 +211,13 @@ def _or_stock(swapped: Any) -> Forward:
         # Asked first: under such a mode each access to a tensor costs the host microseconds.
         is_foreign = not is_compiling() and (count := modes()) and has_foreign_mode(count)
         others = (*rest, *kwargs.values()) if rest or kwargs else ()
-        known = not is_foreign and is_plain(self, x, others)
-        if known:
+        is_tried = not is_foreign and is_plain(self, x, others)
+        if is_tried:
             found = fused(self, x, *rest, **kwargs) if others else fused(self, x)
             if found is not None:
                 return found
         args = () if x is None and not rest else (x, *rest)
-        if is_foreign or known:
+        if is_foreign or is_tried:  # the fused forward has given it back
             return (cls.forward if own is None else own)(self, *args, **kwargs)
         return of_any_call(self, args, kwargs)
 
@@ -252,12 +253,12 @@ def has_own_call(cls: type[nn.Module]) -> bool:
 
 
 def must_be_called(module: Any) -> bool:
-    """Whether a call of the module runs a hook, or a forward of its own, as offloading leaves."""
+    """Whether a call of the module runs more than the forward of its class."""
     return has_own_call(type(module)) or runs_hooks(module)
 
 
 def runs_hooks(module: Any) -> bool:
-    """`must_be_called`, but for what the module's class says."""
+    """Whether a call of the module runs a hook, or a forward of its own, as offloading leaves."""
     _ = module.forward  # Dynamo guards that the instance has none; to ask its __dict__ is no guard
     return bool(
         module._forward_hooks
@@ -361,7 +362,7 @@ def is_fused(module: nn.Module) -> bool:
 
 @assume_constant_result
 def runs_fused(cls: Any, is_stock_swapped: bool) -> bool:
-    """`is_fused`, as far as the class says it, of a module that is marked as swapped or not."""
+    """`is_fused`, as far as the class says it, of a swapped module of PyTorch's, or another."""
     if hasattr(cls, "_swapped_from"):
         return cls.forward is cls._made_forward and is_as_read(cls)
     if not issubclass(cls, OURS):  # that of the module may have changed, in another thread

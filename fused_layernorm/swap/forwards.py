@@ -189,9 +189,9 @@ OF_ATTRIBUTES[of_layer_norm] = ""
 
 
 @assume_constant_result
-def result_of_class(cls: Any, is_swapped: bool) -> str | None:
-    """`result_of`, as far as the class says it, of a module that is marked as swapped or not."""
-    if has_own_call(cls) or not runs_fused(cls, is_swapped):
+def result_of_class(cls: Any, is_stock_swapped: bool) -> str | None:
+    """`result_of`, as far as the class says it, of a swapped module of PyTorch's, or another."""
+    if has_own_call(cls) or not runs_fused(cls, is_stock_swapped):
         return None
     return "" if cls.forward is FusedLayerNorm.forward else OF_ATTRIBUTES.get(forward_of(cls))
 
@@ -200,11 +200,11 @@ def result_of(module: Any) -> str | None:
     """The dtype of a norm's result, as `norm` takes it, if a call of the module computes
     F.layer_norm of its attributes and runs nothing else; None if it may not."""
     own = module.__dict__
-    is_swapped = "_is_swapped" in own
-    result = result_of_class(type(module), is_swapped)
+    result = result_of_class(type(module), "_is_swapped" in own)
     if result is None or own.get("_fast_norm", False) or runs_hooks(module):
         return None
-    if not is_swapped and isinstance(module, FusedLayerNorm) and not is_bare(module):
+    # Dynamo guards what is read by its name, and nothing of __dict__.
+    if isinstance(module, FusedLayerNorm) and not (module._is_swapped or is_bare(module)):
         return None
     weight, bias = parameters(module)
     return result if weight is None is bias or are_supported(weight, bias) else None

@@ -30,8 +30,8 @@ torch.fx.wrap("_modulated")
 
 def _modulate(norm: Any, x: Tensor, shift: Any, scale: Any, dtype: torch.dtype | None) -> Tensor:
     """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, or if None the norm's own."""
-    if dtype is None and type(norm) is not FusedLayerNorm and result_of_class(type(norm), False):
-        dtype = x.dtype
+    if dtype is None and type(norm) is not FusedLayerNorm:  # which has no dtype of its own
+        dtype = x.dtype if result_of_class(type(norm), is_stock_swapped=False) else None
     weight, bias = parameters(norm)
     eps, shape = norm.eps, norm.normalized_shape
     if weight is None is bias is dtype:  # the most common, by what takes the host least time
