@@ -97,8 +97,8 @@ def plain(
 def plain_modulated(
     input: Any, shape: Sequence[int], shift: Any, scale: Any, eps: float
 ) -> Tensor | None:
-    """layer_norm(input) * (1 + scale) + shift by PyTorch's function, on CUDA, as `plain` calls it;
-    None where `run` must decide, and of tensors of several dtypes."""
+    """layer_norm(input) * (1 + scale) + shift by PyTorch's function, which leads to our kernels on
+    CUDA; None where `run` must decide, as for tensors of several dtypes."""
     if is_compiling() or function_modes() or not autograd_library.active:
         return None
     if type(input) is not Tensor or type(shift) not in _OWN or type(scale) not in _OWN:

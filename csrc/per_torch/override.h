@@ -111,10 +111,10 @@ inline ForwardCall call_of(const ModulatedNorm& norm, const Tensor& input) {
 // normalized_shape, or is added to the number of groups. PyTorch refuses a call that does not come
 // here. Smaller numbers would cost an allocation: c10::SymInt does not hold them itself.
 constexpr int64_t kAsks = -(int64_t{1} << 62);
-// By this one, behind the sizes that layer_norm gets, for a modulated norm. What the kernels do not
-// take of these is given back: the result is undefined, None in Python, which takes the host less
-// than to raise.
+// This one, behind layer_norm's sizes, asks for a modulated norm. Where the kernels do not take it,
+// the result is undefined, which is None in Python: to raise would take the host longer.
 constexpr int64_t kAsksModulated = kAsks + 1;
+
 inline bool asks(c10::SymIntArrayRef shape, int64_t number = kAsks) {
   return !shape.empty() && shape.back().maybe_as_int() == number;
 }

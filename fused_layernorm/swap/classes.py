@@ -362,7 +362,8 @@ def is_fused(module: nn.Module) -> bool:
 
 @assume_constant_result
 def runs_fused(cls: Any, is_stock_swapped: bool) -> bool:
-    """`is_fused`, as far as the class says it, of a swapped module of PyTorch's, or another."""
+    """`is_fused`, as far as the class says it. is_stock_swapped: whether the module was one of
+    PyTorch's class before a swap."""
     if hasattr(cls, "_swapped_from"):
         return cls.forward is cls._made_forward and is_as_read(cls)
     if not issubclass(cls, OURS):  # that of the module may have changed, in another thread

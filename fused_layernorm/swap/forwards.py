@@ -190,7 +190,8 @@ OF_ATTRIBUTES[of_layer_norm] = ""
 
 @assume_constant_result
 def result_of_class(cls: Any, is_stock_swapped: bool) -> str | None:
-    """`result_of`, as far as the class says it, of a swapped module of PyTorch's, or another."""
+    """`result_of`, as far as the class says it. is_stock_swapped: whether the module was one of
+    PyTorch's class before a swap."""
     if has_own_call(cls) or not runs_fused(cls, is_stock_swapped):
         return None
     return "" if cls.forward is FusedLayerNorm.forward else OF_ATTRIBUTES.get(forward_of(cls))

@@ -30,7 +30,8 @@ torch.fx.wrap("_modulated")
 
 def _modulate(norm: Any, x: Tensor, shift: Any, scale: Any, dtype: torch.dtype | None) -> Tensor:
     """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, or if None the norm's own."""
-    if dtype is None and type(norm) is not FusedLayerNorm:  # which has no dtype of its own
+    # Other libraries' classes may give x's dtype whatever autocast says.
+    if dtype is None and type(norm) is not FusedLayerNorm:
         dtype = x.dtype if result_of_class(type(norm), is_stock_swapped=False) else None
     weight, bias = parameters(norm)
     eps, shape = norm.eps, norm.normalized_shape
